@@ -1,0 +1,122 @@
+"""The contributions that a broker knows of for the open round, and which broker holds which of their shards."""
+
+from dataclasses import dataclass
+
+from ravnest_fed.decree import count
+from ravnest_fed.federation import Federation
+from ravnest_fed.head import Head, balanced_owners
+from ravnest_fed.identity import Signed
+from ravnest_fed.messages import BlobRef, Counted, Holding, Manifest, signed_hash
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One admitted contribution, here or at another broker (`home`)."""
+
+    manifest_hash: bytes
+    manifest: Manifest
+    signed: Signed
+    shards: tuple[BlobRef, ...]
+    home: str
+    counted: Counted
+
+
+class Contributions:
+    """All contributions of one round, from one broker's side."""
+
+    def __init__(self, federation: Federation, head: Head) -> None:
+        self._federation = federation
+        self._head = head
+        self._by_hash: dict[bytes, Contribution] = {}
+        self._by_client: dict[str, bytes] = {}
+        self._holders: dict[bytes, dict[str, set[int]]] = {}
+        self._equivocators: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def get(self, manifest_hash: bytes) -> Contribution | None:
+        """The contribution with this manifest, if known."""
+        return self._by_hash.get(manifest_hash)
+
+    def of_client(self, client: str) -> Contribution | None:
+        """The client's contribution to this round, if known."""
+        known = self._by_client.get(client)
+        return self._by_hash.get(known) if known else None
+
+    def clients(self) -> frozenset[str]:
+        """Who contributed."""
+        return frozenset(self._by_client)
+
+    def equivocated(self, client: str) -> bool:
+        """Whether the client signed two different deltas for this round."""
+        return client in self._equivocators
+
+    def drop_equivocator(self, client: str) -> None:
+        """Count nothing of this client in this round."""
+        self._equivocators.add(client)
+        manifest_hash = self._by_client.pop(client, None)
+        if manifest_hash:
+            self._by_hash.pop(manifest_hash, None)
+            self._holders.pop(manifest_hash, None)
+
+    def add(self, signed: Signed, manifest: Manifest, shards: tuple[BlobRef, ...], home: str) -> Contribution:
+        """A contribution was admitted by `home`, which holds every shard."""
+        manifest_hash = signed_hash(signed)
+        counted = count(self._federation, self._head, manifest, manifest_hash)
+        bare = tuple(ref.bare() for ref in shards)
+        contribution = Contribution(manifest_hash, manifest, signed, bare, home, counted)
+        self._by_hash.setdefault(manifest_hash, contribution)
+        self._by_client[manifest.client] = manifest_hash
+        self.hold(home, Holding(manifest_hash, tuple(range(len(shards)))))
+        return contribution
+
+    def hold(self, node_id: str, holding: Holding) -> None:
+        """`node_id` holds these shards of a contribution, known here already or not yet."""
+        shards = {shard for shard in holding.shards if 0 <= shard < len(self._head.owners)}
+        limit = 4 * self._federation.limits.max_contributions
+        if holding.manifest_hash in self._holders or len(self._holders) < limit:
+            self._holders.setdefault(holding.manifest_hash, {}).setdefault(node_id, set()).update(shards)
+
+    def holdings_of(self, node_id: str) -> tuple[Holding, ...]:
+        """Everything that `node_id` holds."""
+        return tuple(
+            Holding(manifest_hash, tuple(sorted(by_node[node_id])))
+            for manifest_hash, by_node in self._holders.items()
+            if by_node.get(node_id)
+        )
+
+    def holders(self, manifest_hash: bytes, shard: int) -> tuple[str, ...]:
+        """The brokers that hold a shard of a contribution."""
+        by_node = self._holders.get(manifest_hash, {})
+        return tuple(node for node, shards in by_node.items() if shard in shards)
+
+    def at_home(self, node_id: str) -> tuple[Contribution, ...]:
+        """The contributions whose home is `node_id`."""
+        return tuple(one for one in self._by_hash.values() if one.home == node_id)
+
+    def countable(self, owners: tuple[int, ...], live: frozenset[str]) -> list[Contribution]:
+        """Contributions, by client, whose every shard is held by its owner, or by a live broker if the owner is new."""
+        roster = self._federation.roster
+        found = []
+        for contribution in self._by_hash.values():
+            by_node = self._holders.get(contribution.manifest_hash, {})
+            for shard, owner in enumerate(owners):
+                if shard in by_node.get(roster[owner], ()):
+                    continue
+                renamed = owner != self._head.owners[shard]
+                if not renamed or not any(shard in held and node in live for node, held in by_node.items()):
+                    break
+            else:
+                found.append(contribution)
+        found.sort(key=lambda one: one.manifest.client)
+        return found[: self._federation.limits.max_contributions]
+
+    def owners(self, live: frozenset[str]) -> tuple[int, ...]:
+        """This round's owners: those that the head names, others in the place of those that are gone."""
+        roster = self._federation.roster
+        present = tuple(node for node in roster if node in live)
+        spare = balanced_owners(self._federation.schema, roster, present, self._head.server_round + 1)
+        return tuple(
+            owner if roster[owner] in live else spare[shard] for shard, owner in enumerate(self._head.owners)
+        )

@@ -1,0 +1,418 @@
+"""The broker's core: events and the time in, effects out. Knows no socket, file, clock, thread or random source.
+
+It holds the head of the ledger, the open round, the uploads and the sessions, catches up when it is behind, and lets
+every message go to the part that decides about it.
+"""
+
+from datetime import datetime
+
+from brokers.admission import check_manifest
+from brokers.closing import Readiness
+from brokers.effects import (
+    Cache,
+    Effect,
+    EndSession,
+    Examine,
+    Fetch,
+    Fold,
+    SaveCommit,
+    SaveEvaluation,
+    Say,
+    SendClient,
+    SendCommits,
+    SendPeer,
+)
+from brokers.events import (
+    Event,
+    Examined,
+    Fetched,
+    FromClient,
+    FromPeer,
+    Inspected,
+    Missed,
+    PeerDown,
+    PeerUp,
+    Previewed,
+    Reduced,
+    SessionLost,
+    Tick,
+)
+from brokers.intake import Intake
+from brokers.planner import work_order
+from brokers.round import OpenRound
+from brokers.sessions import Session, Sessions
+from ravnest_fed.decree import check_votes, evaluation_of
+from ravnest_fed.errors import AdmissionRefused, RavnestError
+from ravnest_fed.federation import Federation
+from ravnest_fed.head import Head
+from ravnest_fed.identity import Identity, Signed
+from ravnest_fed.ledger import Admitted, VoteRecord
+from ravnest_fed.messages import (
+    PROTOCOL_VERSION,
+    Announcement,
+    BlobRef,
+    Body,
+    Commit,
+    CommitNotice,
+    CommitsRequest,
+    EvaluationNotice,
+    Goodbye,
+    Hello,
+    Manifest,
+    Message,
+    Offer,
+    OrderNotice,
+    PeerHello,
+    Presence,
+    Ready,
+    Refused,
+    Skip,
+    StatusRequest,
+    Waiting,
+    Welcome,
+    decode,
+    encode,
+    open_signed,
+    sign,
+    signed_hash,
+)
+
+MAX_EARLY = 4096
+"""Most messages about the next round that are kept until this broker gets there."""
+
+
+class BrokerCore:
+    """One broker's decisions."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        identity: Identity,
+        head: Head,
+        record: VoteRecord,
+        admitted: list[Admitted],
+        evaluations: list[Signed],
+        highest_sequences: dict[str, int],
+        welcome: tuple[BlobRef, BlobRef],
+        now: float,
+    ) -> None:
+        """`admitted`, `evaluations` and `record` are what the ledger kept of the open round; `welcome` names the blobs of
+        the federation file and the initial model; `now` is in seconds, as in every method."""
+        self.federation = federation
+        self.head = head
+        self.sessions = Sessions(federation)
+        self.intake = Intake(federation, identity)
+        self._identity = identity
+        self._me = identity.node_id
+        self._welcome = welcome
+        self._peers: set[str] = set()
+        self._peer_rounds: dict[str, int] = {}
+        self._highest = dict(highest_sequences)
+        self._early: list[tuple[str, Message]] = []
+        self._commit_refs: dict[int, BlobRef] = {}
+        self._catching: BlobRef | None = None
+        self._catching_commit: tuple[Commit, Body, set[bytes]] | None = None
+        self._asked_at = -1e9
+        self.round = OpenRound(federation, head, identity, record, now)
+        self._admitted_before = admitted
+        self._evaluations_before = evaluations
+
+    def start(self, now: float) -> list[Effect]:
+        """Begin: the first effects, with what the ledger kept of the open round."""
+        for signed in self._evaluations_before:
+            self.round.add_evaluation(signed.node_id, signed)
+        effects = self.round.start(now) + self.round.set_live(self._live(), now)
+        for kept in self._admitted_before:
+            manifest = open_signed(Manifest, kept.manifest, self.federation.public_key(kept.manifest.node_id))
+            if manifest is not None:
+                effects += self.round.add_contribution(kept.manifest, manifest, kept.shards, self._me, now)
+        return effects + self._settle(now)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event."""
+        match event:
+            case PeerUp(node_id):
+                self._peers.add(node_id)
+                hello = PeerHello(PROTOCOL_VERSION, self.federation.fingerprint, self._me, self.head.server_round)
+                effects: list[Effect] = [SendPeer(node_id, hello)]
+                effects.append(SendPeer(node_id, self.sessions.presence(self.head.server_round)))
+                effects += self.round.set_live(self._live(), now)
+                effects += self.round.introduce(node_id)
+            case PeerDown(node_id):
+                self._peers.discard(node_id)
+                self.sessions.forget_peer(node_id)
+                effects = self.round.set_live(self._live(), now)
+                effects += self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
+            case FromPeer(node_id, message):
+                effects = self._on_peer(node_id, message, now)
+            case FromClient(session, curve_key, message):
+                effects = self._on_client(session, curve_key, message, now)
+            case SessionLost(session):
+                effects = self._lose(session, now)
+            case Fetched(blob):
+                effects = self.intake.on_fetched(blob)
+                effects += self._catching_fetched(event, now)
+                effects += self.round.on_fetched(event, now)
+            case Missed(blob, lying):
+                effects = self.intake.on_missed(blob, bool(lying))
+                caught = self._catching_commit
+                if self._catching is not None and (blob == self._catching.hash or (caught and blob in caught[2])):
+                    self._catching = self._catching_commit = None
+                effects += self.round.on_missed(event, now)
+            case Inspected():
+                effects = self.intake.on_inspected(event, self.head)
+            case Reduced():
+                effects = self.round.on_reduced(event, now)
+            case Previewed():
+                effects = self.round.on_previewed(event, now)
+            case Examined(raw, finding):
+                effects = self._on_examined(event, now)
+            case Tick(wall):
+                effects = self._tick(wall, now)
+        return effects + self._settle(now)
+
+    def waiting(self, now: float) -> Readiness:
+        """What the open round waits for."""
+        return self.round.readiness(now)
+
+    def peers(self) -> tuple[str, ...]:
+        """The brokers that are connected."""
+        return tuple(sorted(self._peers))
+
+    # --- peers -------------------------------------------------------------------------------------------------------
+
+    def _on_peer(self, node_id: str, message: Message, now: float) -> list[Effect]:
+        if node_id not in self.federation.broker_by_id:
+            return []
+        match message:
+            case PeerHello(server_round=server_round):
+                self._peer_rounds[node_id] = server_round
+                return self._catch_up(now)
+            case Presence():
+                self.sessions.hear(node_id, message)
+                return self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
+            case EvaluationNotice(evaluation=signed):
+                return self._take_evaluation(signed)
+            case CommitsRequest(server_round=server_round):
+                return self._ask_for_commits(node_id, True, server_round)
+            case CommitNotice(server_round=server_round, commit=ref):
+                if server_round != self.head.server_round + 1 or self._catching is not None:
+                    return []
+                self._catching = ref
+                return [Fetch(ref, (node_id,), "memory")]
+            case Goodbye():
+                return []
+            case Announcement(manifest=signed, shards=shards):
+                return self._on_announcement(node_id, signed, shards, now)
+        about = _round_of(message)
+        if about is not None and about != self.round.server_round:
+            return self._about_another_round(node_id, message, about)
+        return self.round.on_peer(node_id, message, now)
+
+    def _about_another_round(self, node_id: str, message: Message, about: int) -> list[Effect]:
+        if about == self.round.server_round + 1 and len(self._early) < MAX_EARLY:
+            self._early.append((node_id, message))
+            return []
+        if about < self.round.server_round:
+            return self._ask_for_commits(node_id, True, about - 1)
+        return []
+
+    def _on_announcement(
+        self, node_id: str, signed: Signed, shards: tuple[BlobRef, ...], now: float
+    ) -> list[Effect]:
+        manifest_hash = signed_hash(signed)
+        if self.round.contributions.get(manifest_hash) is not None:
+            return []
+        try:
+            manifest = check_manifest(self.federation, self.head, signed, shards, 0)
+        except AdmissionRefused:
+            manifest = open_signed(Manifest, signed, self.federation.public_key(signed.node_id))
+            early = manifest is not None and manifest.base_round == self.head.server_round + 1
+            if early and len(self._early) < MAX_EARLY:
+                self._early.append((node_id, Announcement(signed, shards)))
+            return []
+        highest = self._highest.get(manifest.client, 0)
+        self._highest[manifest.client] = max(highest, manifest.sequence)
+        return self.round.add_contribution(signed, manifest, shards, node_id, now)
+
+    def _catch_up(self, now: float) -> list[Effect]:
+        ahead = sorted(node for node in self._peers if self._peer_rounds.get(node, 0) > self.head.server_round)
+        if not ahead or self._catching is not None or now - self._asked_at < 0.5:
+            return []
+        self._asked_at = now
+        return [SendPeer(node, CommitsRequest(self.head.server_round)) for node in ahead[:1]]
+
+    def _catching_fetched(self, event: Fetched, now: float) -> list[Effect]:
+        if self._catching is not None and event.blob == self._catching.hash and event.data is not None:
+            try:
+                commit = decode(Commit, event.data)
+                check_votes(self.federation, commit)
+                body = decode(Body, commit.body)
+            except RavnestError as error:
+                self._catching = None
+                return [Say("commit refused", {"finding": str(error)}, warning=True)]
+            blobs = (body.evidence, *body.updates)
+            self._catching_commit = (commit, body, {ref.hash for ref in blobs})
+            return [Fetch(ref, tuple(sorted(self._peers)), "ledger") for ref in blobs]
+        if self._catching_commit is None or event.blob not in self._catching_commit[2]:
+            return []
+        commit, _, missing = self._catching_commit
+        missing.discard(event.blob)
+        return [] if missing else [Examine(commit.body, commit)]
+
+    def _on_examined(self, event: Examined, now: float) -> list[Effect]:
+        caught = self._catching_commit
+        if caught is not None and caught[0].body == event.raw and self.round.outcome is None:
+            self._catching = self._catching_commit = None
+            if not event.finding:
+                self.round.outcome = caught[0]
+                return []
+        return self.round.on_examined(event, now)
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def _on_client(self, session: str, curve_key: str, message: Message, now: float) -> list[Effect]:
+        if isinstance(message, Hello):
+            return self._greet(session, curve_key, message, now)
+        known = self.sessions.by_session.get(session)
+        if known is None:
+            return [SendClient(session, Goodbye("say hello first"))]
+        match message:
+            case Ready(server_round=server_round):
+                known.ready = server_round
+                if server_round < self.head.server_round:
+                    return self._ask_for_commits(session, False, server_round)
+                return self._order(known)
+            case CommitsRequest(server_round=server_round):
+                return self._ask_for_commits(session, False, server_round)
+            case Offer() if not known.operator:
+                if message.manifest.node_id != known.node_id:
+                    return [SendClient(session, Refused("wrong-signature", "this is another client's contribution"))]
+                highest = self._highest.get(known.node_id, 0)
+                return self.intake.offer(session, message, self.head, self.round.contributions, highest)
+            case Skip(base_round=base_round, reason=reason):
+                if base_round == self.head.server_round:
+                    self.sessions.skip(known.node_id)
+                    name = self.federation.name_of(known.node_id)
+                    said = Say("client skips the round", {"client": name, "reason": reason[:200]}, warning=True)
+                    return [said, *self._presence_changed(now)]
+            case EvaluationNotice(evaluation=signed) if signed.node_id == known.node_id:
+                effects = self._take_evaluation(signed)
+                return effects + self._to_peers(message) if effects else []
+            case Goodbye():
+                return [EndSession(session), *self._lose(session, now)]
+            case StatusRequest():
+                return []
+        return []
+
+    def _greet(self, session: str, curve_key: str, hello: Hello, now: float) -> list[Effect]:
+        greeted = self.sessions.greet(session, curve_key, hello)
+        if isinstance(greeted, Refused):
+            self.intake.refusals[greeted.reason] = self.intake.refusals.get(greeted.reason, 0) + 1
+            said = Say("client refused", {"client": hello.node_id[:8], "reason": greeted.reason}, warning=True)
+            return [SendClient(session, greeted), said]
+        welcome = Welcome(
+            PROTOCOL_VERSION,
+            self.federation.fingerprint,
+            self._me,
+            self.head.server_round,
+            self._highest.get(hello.node_id, 0),
+            *self._welcome,
+        )
+        effects: list[Effect] = [SendClient(session, welcome)]
+        return effects if greeted.operator else effects + self._presence_changed(now)
+
+    def _order(self, known: Session) -> list[Effect]:
+        if known.operator or self.head.stop:
+            return []
+        order = work_order(self.federation, self.head, known.node_id)
+        return [SendClient(known.session, OrderNotice(sign(self._identity, order)))]
+
+    def _lose(self, session: str, now: float) -> list[Effect]:
+        return self._presence_changed(now) if self.sessions.lose(session) else []
+
+    def _presence_changed(self, now: float) -> list[Effect]:
+        effects = self._to_peers(self.sessions.presence(self.head.server_round))
+        return effects + self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
+
+    def _take_evaluation(self, signed: Signed) -> list[Effect]:
+        evaluation = evaluation_of(self.federation, self.head, signed)
+        if evaluation is None:
+            return []
+        self.round.add_evaluation(signed.node_id, signed)
+        return [SaveEvaluation(evaluation.server_round, evaluation.client, signed)]
+
+    # --- commits -----------------------------------------------------------------------------------------------------
+
+    def _ask_for_commits(self, who: str, peer: bool, after: int) -> list[Effect]:
+        return [SendCommits(who, peer, after)] if 0 <= after < self.head.server_round else []
+
+    def _settle(self, now: float) -> list[Effect]:
+        """Hand admitted contributions to the round, and turn its outcome into the next head."""
+        effects: list[Effect] = []
+        while self.intake.admitted or self.round.outcome is not None:
+            while self.intake.admitted:
+                upload = self.intake.admitted.pop()
+                if upload.manifest.base_round == self.head.server_round:
+                    self._highest[upload.manifest.client] = max(
+                        self._highest.get(upload.manifest.client, 0), upload.manifest.sequence
+                    )
+                    effects += self.round.add_contribution(upload.signed, upload.manifest, upload.shards, self._me, now)
+            if self.round.outcome is not None:
+                effects += self._close(self.round.outcome, now)
+        return effects
+
+    def _close(self, commit: Commit, now: float) -> list[Effect]:
+        body = decode(Body, commit.body)
+        record = encode(commit)
+        ref = BlobRef.of(record)
+        seconds = now - self.round.started
+        effects: list[Effect] = [SaveCommit(commit, body, seconds), Fold(commit, body), Cache(record)]
+        self.head = self.head.after(body, commit.body, self.federation.strategy.norm_history)
+        self.intake.forget_before(self.head.server_round)
+        self.sessions.new_round()
+        self._catching = self._catching_commit = None
+        self._asked_at = -1e9
+        self.round = OpenRound(self.federation, self.head, self._identity, VoteRecord(), now)
+        notice = CommitNotice(self.head.server_round, ref)
+        for session in self.sessions.by_node.values():
+            if session.ready >= 0:
+                effects.append(SendClient(session.session, notice))
+                effects += self._order(session)
+        hello = PeerHello(PROTOCOL_VERSION, self.federation.fingerprint, self._me, self.head.server_round)
+        effects += self._to_peers(hello)
+        effects += self.round.start(now)
+        effects += self.round.set_live(self._live(), now)
+        effects += self._presence_changed(now)
+        early, self._early = self._early, []
+        for node_id, message in early:
+            effects += self._on_peer(node_id, message, now)
+        return effects + self._catch_up(now)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def _tick(self, wall: float, now: float) -> list[Effect]:
+        date = self.federation.stop.date
+        reached = bool(date) and wall >= datetime.fromisoformat(date).timestamp()
+        effects = self.round.tick(reached, now) + self._catch_up(now)
+        text = "" if self.head.stop else self.round.readiness(now).waiting.split(",")[0]
+        for session in self.sessions.by_node.values():
+            if session.ready >= 0 and session.told != text:
+                session.told = text
+                effects.append(SendClient(session.session, Waiting(self.head.server_round + 1, text)))
+        return effects
+
+    def _live(self) -> frozenset[str]:
+        return frozenset((self._me, *self._peers))
+
+    def _to_peers(self, message: Message) -> list[Effect]:
+        return [SendPeer(node, message) for node in sorted(self._peers)]
+
+
+def _round_of(message: Message) -> int | None:
+    """The round that a broker's message is about, where it is about one."""
+    reduction = getattr(message, "reduction", None)
+    if reduction is not None:
+        return int(reduction.server_round)
+    server_round = getattr(message, "server_round", None)
+    return None if server_round is None else int(server_round)

@@ -1,0 +1,470 @@
+"""The broker's shell: sockets, disk, threads and the clock around `brokers.core`. Decides nothing.
+
+Effects are carried out strictly in order. Those that must be durable are written by a thread of their own, and what
+stands behind them waits; heavy calculations run on the workbench's thread and come back as events.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from brokers import effects as fx
+from brokers import events as ev
+from brokers.core import BrokerCore
+from brokers.workbench import Workbench
+from ravnest_fed.blobs import DiskBlobs, MemoryBlobs
+from ravnest_fed.checkpoints import read_model
+from ravnest_fed.decree import weighted_means
+from ravnest_fed.errors import LedgerError, RavnestError, RemoteProtocolError, SchemaMismatch, UsageError
+from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
+from ravnest_fed.identity import Identity
+from ravnest_fed.ledger import Ledger
+from ravnest_fed.messages import (
+    Absent,
+    BlobRef,
+    Chunk,
+    ClientRow,
+    CommitNotice,
+    Evaluation,
+    Goodbye,
+    Message,
+    Status,
+    StatusRequest,
+    Want,
+    decode,
+    decode_to_broker,
+    decode_to_peer,
+    encode,
+)
+from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, AllowList, Line, Port, make_context
+from ravnest_fed.replica import Replica
+from ravnest_fed.transfer import Ask, Downloads, Fetched, FetchFailed, Keep, TransferEffect, serve
+
+KEY_FILE = "broker.key"
+TICK_SECONDS = 0.2
+COMMITS_AT_ONCE = 16
+CACHED_BLOBS = 64
+DURABLE = (
+    fx.SaveBlob,
+    fx.SavePromise,
+    fx.SaveVote,
+    fx.SaveContribution,
+    fx.SaveEquivocation,
+    fx.SaveEvaluation,
+    fx.SaveCommit,
+)
+
+
+class BrokerServer:
+    """One broker on the directory `folder`, which `ravnest-fed init` made. Raises RavnestError where that cannot be."""
+
+    def __init__(self, folder: Path, client_bind: str, peer_bind: str, log: Any = None) -> None:
+        self.federation = Federation.load(folder / FILE_NAME)
+        self.identity = Identity.load(folder / KEY_FILE)
+        self.log = log or structlog.get_logger()
+        if self.identity.node_id not in self.federation.broker_by_id:
+            raise UsageError(f"the key in {folder} belongs to no broker of {FILE_NAME}", "copy the whole broker folder")
+        self.entry = self.federation.broker_by_id[self.identity.node_id]
+        self._binds = (client_bind, peer_bind)
+        self.ledger = Ledger(folder, self.federation.fingerprint)
+        initial = read_model(folder / INITIAL_MODEL, self.federation.schema)
+        self.replica = Replica(self.federation, initial)
+        if self.replica.head.model_hash.hex() != self.federation.federation.model_hash:
+            raise SchemaMismatch(f"{folder / INITIAL_MODEL} is not the federation's initial model", "copy it again")
+        for commit, body in self.ledger.commits():
+            self.replica.fold(body, commit.body, lambda shard, body=body: self.ledger.blobs.read(body.updates[shard].hash))
+        self.bench = Workbench(self.federation, self.replica, self.ledger.blobs, self.ledger.spool)
+        self._welcome = (
+            self.ledger.blobs.put((folder / FILE_NAME).read_bytes()),
+            self.ledger.blobs.put((folder / INITIAL_MODEL).read_bytes()).bare(),
+        )
+        head = self.replica.head
+        self.core = BrokerCore(
+            self.federation,
+            self.identity,
+            head,
+            self.ledger.vote_record(head.server_round + 1),
+            self.ledger.contributions(head.server_round),
+            self.ledger.evaluations(head.server_round),
+            {member: self.ledger.highest_sequence(member) for member in self.federation.member_by_id},
+            self._welcome,
+            time.monotonic(),
+        )
+        self._downloads = Downloads()
+        self._stores: dict[bytes, fx.Store] = {}
+        self._also: dict[bytes, set[fx.Store]] = defaultdict(set)
+        self._memory = MemoryBlobs()
+        self._cached: OrderedDict[bytes, None] = OrderedDict()
+        self._queue: deque[fx.Effect] = deque()
+        self._writing = False
+        self._lines: dict[str, Line] = {}
+        self._keys = {broker.curve_key: broker.node_id for broker in self.federation.brokers}
+        self._up: defaultdict[int, int] = defaultdict(int)
+        self._down: defaultdict[int, int] = defaultdict(int)
+        self._traffic = {client: list(both) for client, both in self.ledger.traffic().items()}
+        self._failed: RavnestError | None = None
+
+    async def run(self, ready: Callable[[], None] | None = None) -> None:
+        """Serve until cancelled; `ready` is called once both addresses are bound."""
+        self._loop = asyncio.get_running_loop()
+        self._disk = ThreadPoolExecutor(1, "disk")
+        self._bench_thread = ThreadPoolExecutor(1, "workbench")
+        self._context = make_context()
+        allow = AllowList(self._context)
+        allow.start()
+        members = {member.curve_key for member in self.federation.members} | {self.federation.operator.curve_key}
+        allow.allow("clients", members)
+        allow.allow("brokers", set(self._keys))
+        self._stopped = asyncio.Event()
+        self._clients = self._peers = None
+        try:
+            self._clients = Port(
+                self._context, self._binds[0], self.identity, "clients", False, self._from_client, self._session_lost
+            )
+            self._peers = Port(
+                self._context, self._binds[1], self.identity, "brokers", True, self._from_peer, lambda session: None
+            )
+            for broker in self.federation.brokers:
+                if broker.node_id != self.identity.node_id:
+                    self._lines[broker.node_id] = self._dial(broker.node_id, broker.peer_address, broker.curve_key)
+            self.log.info(
+                "broker runs", broker=self.entry.name, round=self.core.head.server_round, address=self._binds[0]
+            )
+            self._apply(self.core.start(time.monotonic()))
+            if ready:
+                ready()
+            while not self._stopped.is_set():
+                self._tick()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopped.wait(), TICK_SECONDS)
+            if self._failed:
+                raise self._failed
+        finally:
+            self._farewell()
+            await asyncio.sleep(0)
+            for line in self._lines.values():
+                line.close(GOODBYE_LINGER_MS)
+            for port in (self._clients, self._peers):
+                if port is not None:
+                    port.close(GOODBYE_LINGER_MS)
+            allow.stop()
+            self._bench_thread.shutdown()
+            self._disk.shutdown()
+            self.ledger.save_traffic({client: (both[0], both[1]) for client, both in self._traffic.items()})
+            self.ledger.close()
+            self._context.term()
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _dial(self, node_id: str, address: str, key: str) -> Line:
+        def state(text: str) -> None:
+            if text == "up":
+                self._handle(ev.PeerUp(node_id))
+            elif text == "down":
+                self._apply_transfer(self._downloads.donor_gone(node_id, time.monotonic()))
+                self._handle(ev.PeerDown(node_id))
+
+        return Line(self._context, address, key, self.identity, True, lambda raw: None, state)
+
+    def _from_peer(self, session: str, curve_key: str, raw: bytes) -> None:
+        node_id = self._keys[curve_key]
+        try:
+            message = decode_to_peer(raw)
+        except RemoteProtocolError as error:
+            self.log.warning("peer's message dropped", peer=self.federation.name_of(node_id), finding=str(error))
+            return
+        if not self._transfer(node_id, message, lambda answer: self._send_peer(node_id, answer)):
+            self._handle(ev.FromPeer(node_id, message))
+
+    def _from_client(self, session: str, curve_key: str, raw: bytes) -> None:
+        self._count(session, len(raw), up=True)
+        try:
+            message = decode_to_broker(raw)
+        except RemoteProtocolError as error:
+            self.log.warning("client's message dropped", session=session, finding=str(error))
+            return
+        known = session in self.core.sessions.by_session
+        if known and isinstance(message, StatusRequest):
+            self._send_client(session, self._status(message.server_round))
+        elif not known or not self._transfer(session, message, lambda answer: self._send_client(session, answer)):
+            self._handle(ev.FromClient(session, curve_key, message))
+
+    def _session_lost(self, session: str) -> None:
+        self._apply_transfer(self._downloads.donor_gone(session, time.monotonic()))
+        self._handle(ev.SessionLost(session))
+
+    def _transfer(self, donor: str, message: Message, answer: Callable[[Message], None]) -> bool:
+        now = time.monotonic()
+        match message:
+            case Want():
+                for part in serve(message, self):
+                    answer(part)
+            case Chunk():
+                self._apply_transfer(self._downloads.on_chunk(donor, message, now))
+            case Absent():
+                self._apply_transfer(self._downloads.on_absent(donor, message, now))
+            case _:
+                return False
+        return True
+
+    def read_chunk(self, blob: bytes, index: int) -> bytes | None:
+        """A chunk to serve, from wherever this broker keeps the blob."""
+        for store in (self._memory, self.ledger.blobs, self.ledger.spool):
+            if store.has(blob):
+                return store.read_chunk(blob, index)
+        return None
+
+    def _send_peer(self, node_id: str, message: Message) -> None:
+        if node_id in self._lines:
+            self._lines[node_id].send(encode(message))
+
+    def _send_client(self, session: str, message: Message) -> None:
+        raw = encode(message)
+        if self._clients is not None and self._clients.send(session, raw):
+            self._count(session, len(raw), up=False)
+        else:
+            self._loop.call_soon(self._session_lost, session)
+
+    def _farewell(self) -> None:
+        leaving = Goodbye("this broker stops")
+        for session in list(self.core.sessions.by_session):
+            if self._clients is not None:
+                self._clients.send(session, encode(leaving))
+
+    # --- events and effects ------------------------------------------------------------------------------------------
+
+    def _handle(self, event: ev.Event) -> None:
+        self._apply(self.core.handle(event, time.monotonic()))
+
+    def _tick(self) -> None:
+        self._apply_transfer(self._downloads.tick(time.monotonic()))
+        self._handle(ev.Tick(time.time()))
+
+    def _apply(self, effects: list[fx.Effect]) -> None:
+        self._queue.extend(effects)
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._queue and not self._writing:
+            effect = self._queue.popleft()
+            if isinstance(effect, DURABLE):
+                self._writing = True
+                future = self._disk.submit(self._save, effect)
+                future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._saved, done))
+            else:
+                self._carry(effect)
+
+    def _saved(self, done: "Future[None]") -> None:
+        if error := done.exception():
+            self._fail(error)
+            return
+        self._writing = False
+        self._drain()
+
+    def _save(self, effect: fx.Effect) -> None:
+        """On the disk's thread."""
+        match effect:
+            case fx.SaveBlob(blob):
+                self.ledger.blobs.put(blob)
+            case fx.SavePromise(server_round, view):
+                self.ledger.save_promise(server_round, view)
+            case fx.SaveVote(server_round, view, body):
+                self.ledger.save_vote(server_round, view, body)
+            case fx.SaveContribution(manifest, opened, shards):
+                self.ledger.save_contribution(manifest, opened, shards)
+            case fx.SaveEquivocation(client, base_round, first, second):
+                self.ledger.save_equivocation(client, base_round, first, second)
+            case fx.SaveEvaluation(server_round, client, signed):
+                self.ledger.save_evaluation(server_round, client, signed)
+            case fx.SaveCommit(commit, body, seconds):
+                row = self.bench.row(body, seconds)
+                row = msgspec.structs.replace(row, bytes_up=self._up[row.server_round])
+                self.ledger.save_commit(commit, row)
+                self.ledger.save_bytes_down(row.server_round - 1, self._down[row.server_round - 1])
+                self.ledger.spool.retain(self.ledger.drop_contributions(body.server_round))
+
+    def _carry(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.SendPeer(node_id, message):
+                self._send_peer(node_id, message)
+            case fx.SendClient(session, message):
+                self._send_client(session, message)
+            case fx.EndSession():
+                pass
+            case fx.SendCommits():
+                self._send_commits(effect)
+            case fx.Fetch():
+                self._fetch(effect)
+            case fx.Cache(blob):
+                self._cache(blob)
+            case fx.Fold(commit, body):
+                self._work(lambda: self.bench.fold(commit, body), None)
+                self._log_round(body)
+            case fx.Inspect():
+                self._work(lambda: self.bench.inspect(effect), self._handle)
+            case fx.Accumulate():
+                self._work(lambda: self.bench.accumulate(effect), None)
+            case fx.Reduce():
+                self._work(lambda: self.bench.reduce(effect), self._handle)
+            case fx.Preview():
+                self._work(lambda: self.bench.preview(effect), self._handle)
+            case fx.Examine():
+                self._work(lambda: self.bench.examine(effect), self._handle)
+            case fx.Say(event, fields, warning):
+                (self.log.warning if warning else self.log.info)(event, **fields)
+
+    def _work(self, task: Callable[[], Any], then: Callable[[Any], None] | None) -> None:
+        def done(future: "Future[Any]") -> None:
+            self._loop.call_soon_threadsafe(finished, future)
+
+        def finished(future: "Future[Any]") -> None:
+            if error := future.exception():
+                self._fail(error)
+            elif then is not None:
+                then(future.result())
+
+        self._bench_thread.submit(task).add_done_callback(done)
+
+    def _fail(self, error: BaseException) -> None:
+        """What cannot be written or folded ends this broker; the others go on."""
+        known = isinstance(error, RavnestError)
+        self._failed = error if known else LedgerError(f"{type(error).__name__}: {error}", "see the log")  # type: ignore[assignment]
+        self._failed.__cause__ = None if known else error  # type: ignore[union-attr]
+        self._stopped.set()
+
+    # --- blobs -------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, effect: fx.Fetch) -> None:
+        ref, into = effect.ref, effect.into
+        if self._has(ref.hash, into):
+            self._arrived(ref.hash, into)
+            return
+        self._stores.setdefault(ref.hash, into)
+        self._also[ref.hash].add(into)
+        self._apply_transfer(self._downloads.start(ref, list(effect.donors), time.monotonic()))
+
+    def _has(self, blob: bytes, into: fx.Store) -> bool:
+        return self._store(into).has(blob)
+
+    def _store(self, into: fx.Store) -> MemoryBlobs | DiskBlobs:
+        return {"ledger": self.ledger.blobs, "spool": self.ledger.spool, "memory": self._memory}[into]
+
+    def _apply_transfer(self, effects: list[TransferEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask(donor, want):
+                    if donor in self._lines:
+                        self._send_peer(donor, want)
+                    else:
+                        self._send_client(donor, want)
+                case Keep(ref, index, data):
+                    self._store(self._stores.get(ref.hash, "memory")).keep_chunk(ref, index, data)
+                case Fetched(ref):
+                    future = self._disk.submit(self._finish, ref)
+                    future.add_done_callback(lambda done, ref=ref: self._loop.call_soon_threadsafe(self._finished, done, ref))
+                case FetchFailed(ref, lying):
+                    self._stores.pop(ref.hash, None)
+                    self._also.pop(ref.hash, None)
+                    self._loop.call_soon(self._handle, ev.Missed(ref.hash, lying))
+
+    def _finish(self, ref: BlobRef) -> None:
+        """On the disk's thread: make a fetched blob durable, in every store that wants it."""
+        first = self._store(self._stores.get(ref.hash, "memory"))
+        first.finish(ref)
+        for into in self._also.get(ref.hash, set()):
+            store = self._store(into)
+            if not store.has(ref.hash):
+                store.put(first.read(ref.hash))
+
+    def _finished(self, done: "Future[None]", ref: BlobRef) -> None:
+        self._stores.pop(ref.hash, None)
+        wanted = self._also.pop(ref.hash, set())
+        if error := done.exception():
+            self._fail(error)
+            return
+        for into in sorted(wanted):
+            self._arrived(ref.hash, into)
+
+    def _arrived(self, blob: bytes, into: fx.Store) -> None:
+        data = self._memory.read(blob) if into == "memory" else None
+        if data is not None:
+            self._remember(blob)
+        self._loop.call_soon(self._handle, ev.Fetched(blob, data))
+
+    def _cache(self, blob: bytes) -> None:
+        self._remember(self._memory.put(blob).hash)
+
+    def _remember(self, blob: bytes) -> None:
+        self._cached[blob] = None
+        self._cached.move_to_end(blob)
+        while len(self._cached) > CACHED_BLOBS:
+            self._memory.remove(self._cached.popitem(last=False)[0])
+
+    def _send_commits(self, effect: fx.SendCommits) -> None:
+        for server_round in range(effect.after + 1, min(effect.after + COMMITS_AT_ONCE, self.ledger.last_round()) + 1):
+            commit = self.ledger.commit(server_round)
+            if commit is None:
+                return
+            record = encode(commit)
+            self._cache(record)
+            notice = CommitNotice(server_round, BlobRef.of(record))
+            if effect.peer:
+                self._send_peer(effect.to, notice)
+            else:
+                self._send_client(effect.to, notice)
+
+    # --- what people see ---------------------------------------------------------------------------------------------
+
+    def _count(self, session: str, size: int, up: bool) -> None:
+        known = self.core.sessions.by_session.get(session)
+        if known is None or known.operator:
+            return
+        totals = self._traffic.setdefault(known.node_id, [0, 0])
+        head = self.core.head.server_round
+        if up:
+            totals[0] += size
+            self._up[head + 1] += size
+        else:
+            totals[1] += size
+            self._down[head] += size
+
+    def _status(self, after: int) -> Status:
+        core = self.core
+        rows = self.ledger.rows(after)
+        rows = tuple(msgspec.structs.replace(row, bytes_down=self._down.get(row.server_round, row.bytes_down)) for row in rows)
+        evaluated = self.ledger.evaluated()
+        rounds = [row.server_round for row in rows] or [core.head.server_round]
+        metrics = {number: self._metrics(number) for number in rounds}
+        return Status(
+            broker=self.identity.node_id,
+            server_round=core.head.server_round,
+            model_hash=core.head.model_hash,
+            stop=core.head.stop,
+            waiting="" if core.head.stop else core.waiting(time.monotonic()).waiting,
+            peers=core.peers(),
+            rounds=rows,
+            metrics={number: values for number, values in metrics.items() if values},
+            clients=tuple(
+                ClientRow(client, client in core.sessions.by_node, evaluated.get(client, -1), both[0], both[1])
+                for client, both in sorted(self._traffic.items())
+            ),
+            refusals=dict(core.intake.refusals),
+        )
+
+    def _metrics(self, server_round: int) -> dict[str, float]:
+        found = [decode(Evaluation, signed.payload) for signed in self.ledger.evaluations(server_round)]
+        return weighted_means(found) if found else {}
+
+    def _log_round(self, body: Any) -> None:
+        metrics = {name: round(value, 4) for name, value in body.metrics.items()}
+        self.log.info(
+            "round committed", round=body.server_round, contributions=len(body.counted), before=metrics, stop=body.stop or None
+        )

@@ -1,0 +1,142 @@
+"""The broker's heavy work: decoding, measuring, summing, encoding and folding. Runs off the event loop, one task a time.
+
+Holds the replica and the running sums of the shards that this broker owns. Every method takes and gives plain values, so
+that the simulator can call it as it is.
+"""
+
+from brokers.effects import Accumulate, Examine, Inspect, Preview, Reduce
+from brokers.events import Examined, Inspected, Previewed, Reduced
+from ravnest_fed import codecs
+from ravnest_fed.aggregation.fixed_point import OutOfRange
+from ravnest_fed.aggregation.norms import SquareSum, combine, square_sum
+from ravnest_fed.aggregation.reduce import ShardAccumulator, check_shard
+from ravnest_fed.aggregation.weighting import Weight
+from ravnest_fed.blobs import BlobStore
+from ravnest_fed.codecs.counters import decode_counters
+from ravnest_fed.decree import check_body, check_votes, order_of
+from ravnest_fed.errors import PayloadError, RavnestError
+from ravnest_fed.federation import Federation
+from ravnest_fed.messages import Body, Commit, Evidence, Manifest, Reason, RoundRow, decode
+from ravnest_fed.replica import ReadUpdate, Replica
+
+
+class Workbench:
+    """One broker's calculations: contributions are read from `spool`, updates and evidence are in `store`."""
+
+    def __init__(self, federation: Federation, replica: Replica, store: BlobStore, spool: BlobStore) -> None:
+        self.federation = federation
+        self.replica = replica
+        self._store = store
+        self._spool = spool
+        self._sums: dict[int, ShardAccumulator] = {}
+        self._payloads: dict[tuple[int, bytes], bytes] = {}
+        self._sums_round = 0
+
+    def inspect(self, task: Inspect) -> Inspected:
+        """Decode every shard of an upload, and measure the norm and the range that its manifest declares."""
+        manifest = task.manifest
+        squares: list[SquareSum] = []
+        order = order_of(self.federation, manifest)
+        accumulation = order.accumulation if order else 1
+        up = codecs.get(manifest.codec)
+        try:
+            for shard, ref in zip(self.federation.schema.shards, task.shards, strict=True):
+                payload = self._spool.read(ref.hash)
+                if shard.kind == "parameters":
+                    squares.append(square_sum(up.decode(payload, shard.count)))
+                elif shard.kind == "counters":
+                    decode_counters(payload, shard.count, manifest.local_steps * accumulation)
+                else:
+                    check_shard(shard.kind, payload, shard.count, up, self.federation.limits.max_contributions)
+        except OutOfRange as error:
+            return Inspected(task.manifest_hash, Reason.OUT_OF_RANGE, str(error))
+        except PayloadError as error:
+            reason = Reason.NOT_FINITE if "finite" in str(error) else Reason.DAMAGED_PAYLOAD
+            return Inspected(task.manifest_hash, reason, str(error))
+        norm = combine(squares)
+        greatest = max(part.max_abs for part in squares)
+        if norm != manifest.norm or greatest != manifest.max_abs:
+            text = f"the delta's norm is {norm:.6g} and its range {greatest:.6g}, the manifest declares otherwise"
+            return Inspected(task.manifest_hash, Reason.WRONG_NORM, text)
+        return Inspected(task.manifest_hash, "", "")
+
+    def accumulate(self, task: Accumulate) -> None:
+        """Add a contribution to the running sum of a shard, ahead of the plan."""
+        sums = self._sum(task.server_round, task.shard, task.scale_bits)
+        self._payloads[(task.shard, task.manifest_hash)] = task.ref.hash
+        sums.add(task.manifest_hash, self._spool.read(task.ref.hash), task.weight)
+
+    def reduce(self, task: Reduce) -> Reduced:
+        """Encode the mean of a shard over exactly the contributions of the reduction."""
+        reduction = task.reduction
+        sums = self._sum(reduction.server_round, task.shard, reduction.scale_bits)
+        for ref, one in zip(task.refs, reduction.counted, strict=True):
+            self._payloads[(task.shard, one.manifest_hash)] = ref.hash
+        chosen = {one.manifest_hash: Weight(one.weight, one.share) for one in reduction.counted}
+        encoded = sums.finish(
+            chosen, reduction.total_share, lambda key: self._spool.read(self._payloads[(task.shard, key)])
+        )
+        return Reduced(task.reduction_hash, task.shard, self._store.put(encoded))
+
+    def preview(self, task: Preview) -> Previewed:
+        """The hashes that folding a draft would give."""
+        try:
+            hashes = self.replica.preview(task.draft, b"", self._reader(task.draft))
+        except RavnestError as error:
+            return Previewed(task.draft, b"", b"", str(error))
+        return Previewed(task.draft, hashes.model_hash, hashes.state_hash, "")
+
+    def examine(self, task: Examine) -> Examined:
+        """Check a body against its evidence and the head, and fold it on trial."""
+        try:
+            body = decode(Body, task.raw)
+            if task.commit is not None:
+                check_votes(self.federation, task.commit)
+            check_body(self.federation, self.replica.head, body, self._store.read(body.evidence.hash))
+            hashes = self.replica.preview(body, task.raw, self._reader(body))
+        except RavnestError as error:
+            return Examined(task.raw, str(error))
+        if hashes.model_hash != body.model_hash or hashes.state_hash != body.state_hash:
+            return Examined(task.raw, "folding the update gives another state than the body names")
+        return Examined(task.raw, "")
+
+    def fold(self, commit: Commit, body: Body) -> None:
+        """Fold a commit for good. Raises LedgerError if it does not give the committed state."""
+        self.replica.fold(body, commit.body, self._reader(body))
+
+    def row(self, body: Body, seconds: float) -> RoundRow:
+        """What the ledger keeps of a round for people to see; bytes are filled in by whoever counts them."""
+        evidence = decode(Evidence, self._store.read(body.evidence.hash))
+        manifests = [decode(Manifest, signed.payload) for signed in evidence.manifests]
+        return RoundRow(
+            server_round=body.server_round,
+            contributions=len(body.counted),
+            model_hash=body.model_hash,
+            seconds=seconds,
+            training_seconds=max((one.training_seconds for one in manifests), default=0.0),
+            bytes_up=0,
+            bytes_down=0,
+            clients=tuple(one.client for one in manifests),
+            num_examples=tuple(one.num_examples for one in manifests),
+            local_steps=tuple(one.local_steps for one in manifests),
+        )
+
+    def _reader(self, body: Body) -> ReadUpdate:
+        return lambda shard: self._store.read(body.updates[shard].hash)
+
+    def _sum(self, server_round: int, shard: int, scale_bits: int) -> ShardAccumulator:
+        if server_round != self._sums_round:
+            self._sums, self._payloads = {}, {}
+            self._sums_round = server_round
+        known = self._sums.get(shard)
+        if known is None or known.scale_bits != scale_bits:
+            kind, count = self.federation.schema.shards[shard].kind, self.federation.schema.shards[shard].count
+            known = self._sums[shard] = ShardAccumulator(
+                kind,
+                count,
+                scale_bits,
+                self.federation.limits.max_contributions,
+                codecs.get(self.federation.codecs.up),
+                codecs.get(self.federation.codecs.down),
+            )
+        return known

@@ -1,0 +1,80 @@
+"""`ravnest-client`: the command line of a client."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from clients.effects import Tell
+from ravnest_fed.commands.failing import failing_cleanly
+from ravnest_fed.errors import UsageError
+from ravnest_fed.links import parse_link
+
+if TYPE_CHECKING:
+    from clients.runner import ClientRunner
+
+
+@click.group()
+@click.version_option(package_name="ravnest-fed")
+def cli() -> None:
+    """Take part in a federation with this machine."""
+
+
+@cli.command()
+@click.argument("link")
+@click.option("--recipe", type=click.Path(path_type=Path), required=True, help="The federation's recipe: file or folder.")
+@click.option("--device", default="auto", show_default=True, help="A torch device, such as cpu, cuda:0 or mps.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads for training; torch's own choice by default.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@failing_cleanly
+def join(link: str, recipe: Path, device: str, threads: int | None, debug: bool) -> None:
+    """Join through LINK (or a file that holds it) and train until the federation ends."""
+    parsed = parse_link(_link_text(link))
+    import torch
+
+    from clients.runner import ClientRunner
+    from ravnest_fed.recipe import load_recipe
+
+    if threads:
+        torch.set_num_threads(threads)
+    console = Console(stderr=False, highlight=False, soft_wrap=True)
+    runner = ClientRunner(parsed, load_recipe(recipe), lambda told: _show(console, told), device)
+    reason = asyncio.run(_until_told(runner))
+    console.print(f"[bold]done[/bold]: {reason}; {runner.session.contributions} contributions counted")
+
+
+async def _until_told(runner: "ClientRunner") -> str:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Windows has no such handlers; there Ctrl-C ends the process without a goodbye.
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, runner.leave)
+    return await runner.run()
+
+
+def _link_text(link: str) -> str:
+    if link.startswith("ravnest://"):
+        return link
+    try:
+        return Path(link).read_text()
+    except (OSError, UnicodeDecodeError):
+        raise UsageError(f"{link[:60]!r} is neither a link nor a file with one", "paste the operator's line") from None
+
+
+def _show(console: Console, told: Tell) -> None:
+    fields = "  ".join(f"{name}={value}" for name, value in told.fields.items())
+    console.print(f"[yellow]{told.event}[/yellow]  {fields}" if told.warning else f"{told.event}  {fields}", markup=True)
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    cli(prog_name="ravnest-client")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

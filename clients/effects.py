@@ -1,0 +1,112 @@
+"""What the client's session asks its shell to do, in order."""
+
+from dataclasses import dataclass
+
+from ravnest_fed.errors import RavnestError
+from ravnest_fed.identity import Signed
+from ravnest_fed.messages import BlobRef, Message, WorkOrder
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a broker."""
+
+    broker: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Get a blob from a broker; answered by `Fetched` or `Missed`."""
+
+    ref: BlobRef
+    broker: str
+
+
+@dataclass(frozen=True)
+class ReadFederation:
+    """Parse the federation file in this blob; answered by `FederationRead`."""
+
+    ref: BlobRef
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Load the initial model in this blob and the recipe's model beside it; answered by `Prepared`."""
+
+    ref: BlobRef
+
+
+@dataclass(frozen=True)
+class OpenCommit:
+    """Decode the commit in this blob and check its votes; answered by `CommitOpened`."""
+
+    ref: BlobRef
+    broker: str
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Fold the opened commit of this round; answered by `Folded`."""
+
+    server_round: int
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluate the head's model; answered by `Evaluated`."""
+
+    server_round: int
+
+
+@dataclass(frozen=True)
+class Train:
+    """Do the local round of this order; answered by `Trained` or `TrainingFailed`."""
+
+    order: WorkOrder
+    signed: Signed
+
+
+@dataclass(frozen=True)
+class AbandonTraining:
+    """Stop the local round under way at its next step; nothing is answered."""
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Blobs of our own contribution that nobody will ask for any more."""
+
+    blobs: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Something for the owner of this machine to see."""
+
+    event: str
+    fields: dict[str, object]
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class End:
+    """The session is over: well, or with an error."""
+
+    reason: str
+    error: RavnestError | None = None
+
+
+Effect = (
+    Send
+    | Fetch
+    | ReadFederation
+    | Prepare
+    | OpenCommit
+    | Fold
+    | Evaluate
+    | Train
+    | AbandonTraining
+    | Forget
+    | Tell
+    | End
+)

@@ -1,0 +1,127 @@
+"""What the client's shell tells its session."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ravnest_fed.federation import Federation
+from ravnest_fed.head import Head
+from ravnest_fed.messages import BlobRef, Message
+
+LineState = Literal["up", "down", "refused", "mismatch"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The connection to a broker changed its state."""
+
+    broker: str
+    state: LineState
+
+
+@dataclass(frozen=True)
+class FromBroker:
+    """A message of a broker."""
+
+    broker: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A blob is here."""
+
+    blob: bytes
+
+
+@dataclass(frozen=True)
+class Missed:
+    """No broker had a blob."""
+
+    blob: bytes
+
+
+@dataclass(frozen=True)
+class FederationRead:
+    """The federation file was parsed and is the one that the link names."""
+
+    federation: Federation
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The initial model is loaded and the recipe fits it."""
+
+    head: Head
+
+
+@dataclass(frozen=True)
+class CommitOpened:
+    """A commit's votes were checked; `updates` are the blobs that folding it needs."""
+
+    server_round: int
+    updates: tuple[BlobRef, ...]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The replica stands at this head now."""
+
+    head: Head
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The recipe's metrics of the head's model; empty if it has none."""
+
+    server_round: int
+    metrics: dict[str, float]
+    num_examples: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A local round is done and its delta encoded; one blob a shard."""
+
+    base_round: int
+    shards: tuple[BlobRef, ...]
+    norm: float
+    max_abs: float
+    num_examples: int
+    local_steps: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrainingFailed:
+    """A local round gave nothing to send."""
+
+    base_round: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The owner wants to stop."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Line
+    | FromBroker
+    | Fetched
+    | Missed
+    | FederationRead
+    | Prepared
+    | CommitOpened
+    | Folded
+    | Evaluated
+    | Trained
+    | TrainingFailed
+    | Leave
+    | Tick
+)

@@ -1,0 +1,292 @@
+"""The client's shell: sockets, threads and the clock around `clients.session`. Decides nothing.
+
+Training runs on a thread of its own, folding and encoding on another, and the event loop is left to the sockets.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from clients import effects as fx
+from clients import events as ev
+from clients.session import ClientSession
+from clients.trainer import LocalResult, LocalWork, RoundAbandoned, Trainer
+from ravnest_fed import codecs
+from ravnest_fed.aggregation.norms import combine, square_sum
+from ravnest_fed.aggregation.reduce import BUFFER_CODEC
+from ravnest_fed.blobs import MemoryBlobs
+from ravnest_fed.checkpoints import read_model
+from ravnest_fed.codecs.counters import encode_counters
+from ravnest_fed.decree import check_votes
+from ravnest_fed.errors import RavnestError, RemoteProtocolError, SchemaMismatch, WrongFederation
+from ravnest_fed.federation import Federation
+from ravnest_fed.identity import Identity
+from ravnest_fed.links import Link
+from ravnest_fed.messages import Absent, BlobRef, Body, Chunk, Commit, Message, Want, WorkOrder, decode, decode_to_client, encode
+from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, Line, make_context
+from ravnest_fed.parameters import ModelState
+from ravnest_fed.partition import Partition
+from ravnest_fed.recipe import LoadedRecipe
+from ravnest_fed.replica import Replica
+from ravnest_fed.transfer import Ask, Downloads, Fetched, FetchFailed, Keep, TransferEffect, serve
+
+TICK_SECONDS = 0.1
+Tell = Callable[[fx.Tell], None]
+
+
+class ClientRunner:
+    """Takes part with `loaded` through `link` until training ends. `tell` shows what happens to the machine's owner."""
+
+    def __init__(self, link: Link, loaded: LoadedRecipe, tell: Tell, device: str = "auto") -> None:
+        self.link = link
+        self.identity = Identity(link.seed)
+        self.replica: Replica | None = None
+        self.session = ClientSession(link, self.identity, loaded.hash, time.monotonic())
+        self._loaded = loaded
+        self._tell = tell
+        self._device = device
+        self._trainer: Trainer | None = None
+        self._blobs = MemoryBlobs()
+        self._outbox = MemoryBlobs()
+        self._downloads = Downloads()
+        self._lines: dict[str, Line] = {}
+        self._commits: dict[int, tuple[Commit, Body]] = {}
+        self._abandoned = threading.Event()
+        self._outcome: fx.End | None = None
+
+    async def run(self) -> str:
+        """Take part; why it ended. Raises the RavnestError that ended it otherwise."""
+        self._loop = asyncio.get_running_loop()
+        self._training = ThreadPoolExecutor(1, "training")
+        self._folding = ThreadPoolExecutor(1, "folding")
+        self._ended = asyncio.Event()
+        context = make_context()
+        for broker in self.link.brokers:
+            self._lines[broker.name] = self._dial(context, broker.name, broker.address, broker.curve_key.hex())
+        try:
+            while not self._ended.is_set():
+                self._apply_transfer(self._downloads.tick(time.monotonic()))
+                self._handle(ev.Tick())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), TICK_SECONDS)
+        finally:
+            self._abandoned.set()
+            await asyncio.sleep(0)
+            for line in self._lines.values():
+                line.close(GOODBYE_LINGER_MS)
+            await asyncio.to_thread(self._training.shutdown)
+            await asyncio.to_thread(self._folding.shutdown)
+            context.term()
+        assert self._outcome is not None
+        if self._outcome.error:
+            raise self._outcome.error
+        return self._outcome.reason
+
+    def leave(self) -> None:
+        """The owner wants to stop: say goodbye and end."""
+        self._handle(ev.Leave())
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _dial(self, context: Any, name: str, address: str, key: str) -> Line:
+        def state(text: Any) -> None:
+            if text != "up":
+                self._apply_transfer(self._downloads.donor_gone(name, time.monotonic()))
+            self._handle(ev.Line(name, text))
+
+        return Line(context, address, key, self.identity, False, lambda raw: self._received(name, raw), state)
+
+    def _received(self, broker: str, raw: bytes) -> None:
+        now = time.monotonic()
+        try:
+            message: Message = decode_to_client(raw)
+        except RemoteProtocolError as error:
+            self._tell(fx.Tell("message dropped", {"broker": broker, "finding": str(error)}, warning=True))
+            return
+        match message:
+            case Want():
+                for part in serve(message, self._outbox):
+                    self._lines[broker].send(encode(part))
+            case Chunk():
+                self._apply_transfer(self._downloads.on_chunk(broker, message, now))
+            case Absent():
+                self._apply_transfer(self._downloads.on_absent(broker, message, now))
+            case _:
+                self._handle(ev.FromBroker(broker, message))
+
+    # --- events and effects ------------------------------------------------------------------------------------------
+
+    def _handle(self, event: ev.Event) -> None:
+        if self._outcome is None:
+            for effect in self.session.handle(event, time.monotonic()):
+                self._carry(effect)
+
+    def _carry(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Send(broker, message):
+                self._lines[broker].send(encode(message))
+            case fx.Fetch(ref, broker):
+                if self._blobs.has(ref.hash):
+                    self._loop.call_soon(self._handle, ev.Fetched(ref.hash))
+                else:
+                    self._apply_transfer(self._downloads.start(ref, [broker], time.monotonic()))
+            case fx.ReadFederation(ref):
+                self._work(self._folding, lambda: self._read_federation(ref))
+            case fx.Prepare(ref):
+                self._work(self._training, lambda: self._prepare(ref))
+            case fx.OpenCommit(ref):
+                self._work(self._folding, lambda: self._open_commit(ref))
+            case fx.Fold(server_round):
+                # Training reads the vectors that folding changes, so both take turns on one thread.
+                self._work(self._training, lambda: self._fold(server_round))
+            case fx.Evaluate(server_round):
+                self._work(self._training, lambda: self._evaluate(server_round))
+            case fx.Train(order):
+                self._abandoned = abandoned = threading.Event()
+                self._work(self._training, lambda: self._train(order, abandoned))
+            case fx.AbandonTraining():
+                self._abandoned.set()
+            case fx.Forget(blobs):
+                for blob in blobs:
+                    self._outbox.remove(blob)
+            case fx.Tell():
+                self._tell(effect)
+            case fx.End():
+                self._outcome = effect
+                self._ended.set()
+
+    def _apply_transfer(self, effects: list[TransferEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask(donor, want):
+                    self._lines[donor].send(encode(want))
+                case Keep(ref, index, data):
+                    self._blobs.keep_chunk(ref, index, data)
+                case Fetched(ref):
+                    self._blobs.finish(ref)
+                    self._loop.call_soon(self._handle, ev.Fetched(ref.hash))
+                case FetchFailed(ref):
+                    self._loop.call_soon(self._handle, ev.Missed(ref.hash))
+
+    def _work(self, pool: ThreadPoolExecutor, task: Callable[[], ev.Event | None]) -> None:
+        def done(future: "Future[ev.Event | None]") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by the time a training step has ended
+                self._loop.call_soon_threadsafe(finished, future)
+
+        def finished(future: "Future[ev.Event | None]") -> None:
+            if error := future.exception():
+                known = error if isinstance(error, RavnestError) else RavnestError(f"{type(error).__name__}: {error}")
+                known.__cause__ = error if known is not error else known.__cause__
+                self._carry(fx.End("failed", known))
+            elif (event := future.result()) is not None:
+                self._handle(event)
+
+        pool.submit(task).add_done_callback(done)
+
+    # --- on the folding thread ---------------------------------------------------------------------------------------
+
+    def _read_federation(self, ref: BlobRef) -> ev.Event:
+        federation = Federation.parse(self._blobs.read(ref.hash), "the broker's federation.toml")
+        if federation.fingerprint != self.link.fingerprint:
+            raise WrongFederation("the broker's federation file is not the one that the link names", "ask for a new link")
+        return ev.FederationRead(federation)
+
+    def _open_commit(self, ref: BlobRef) -> ev.Event:
+        assert self.session.federation is not None
+        commit = decode(Commit, self._blobs.read(ref.hash))
+        self._blobs.remove(ref.hash)
+        check_votes(self.session.federation, commit)
+        body = decode(Body, commit.body)
+        self._commits = {body.server_round: (commit, body)}
+        return ev.CommitOpened(body.server_round, body.updates)
+
+    # --- on the training thread --------------------------------------------------------------------------------------
+
+    def _prepare(self, ref: BlobRef) -> ev.Event:
+        federation = self.session.federation
+        assert federation is not None
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "model.safetensors"
+            file.write_bytes(self._blobs.read(ref.hash))
+            self._blobs.remove(ref.hash)
+            initial = read_model(file, federation.schema)
+        self.replica = Replica(federation, initial)
+        if self.replica.head.model_hash.hex() != federation.federation.model_hash:
+            raise SchemaMismatch("the broker's initial model is not the one that the federation signs")
+        members = [member.node_id for member in federation.members]
+        index = members.index(self.identity.node_id)
+        seed = federation.federation.seed
+        partition = Partition(index, len(members), seed)
+        self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed)
+        self._trainer.load_data()
+        return ev.Prepared(self.replica.head)
+
+    def _fold(self, server_round: int) -> ev.Event:
+        assert self.replica is not None
+        commit, body = self._commits.pop(server_round)
+        self.replica.fold(body, commit.body, lambda shard: self._blobs.read(body.updates[shard].hash))
+        for ref in body.updates:
+            self._blobs.remove(ref.hash)
+        return ev.Folded(self.replica.head)
+
+    def _evaluate(self, server_round: int) -> ev.Event | None:
+        assert self.replica is not None and self._trainer is not None
+        if self.replica.head.server_round != server_round:
+            return None
+        measured = self._trainer.evaluate(self.replica.state)
+        metrics, examples = measured if measured is not None else ({}, 0)
+        return ev.Evaluated(server_round, metrics, examples)
+
+    def _train(self, order: WorkOrder, abandoned: threading.Event) -> ev.Event | None:
+        assert self.replica is not None and self._trainer is not None
+        if abandoned.is_set() or self.replica.head.server_round != order.base_round:
+            return None
+        self._trainer.repartition(
+            Partition(order.partition_index, order.partition_count, self.replica.federation.federation.seed)
+        )
+        work = LocalWork(
+            order.base_round + 1, order.micro_batch, order.accumulation, order.local_steps, order.committed_steps
+        )
+        try:
+            result = self._trainer.local_round(work, self.replica.state, abandoned.is_set)
+            return self._encode(order, result)
+        except RoundAbandoned:
+            return None
+        except RavnestError as error:
+            return ev.TrainingFailed(order.base_round, str(error))
+
+    def _encode(self, order: WorkOrder, result: LocalResult) -> ev.Event:
+        """Encode the delta shard by shard, and measure what the others will decode."""
+        assert self.replica is not None
+        schema, codec = self.replica.schema, codecs.get(order.codec)
+        delta = ModelState(np.ascontiguousarray(result.delta_vector), result.counters)
+        refs: list[BlobRef] = []
+        squares = []
+        for shard in schema.shards:
+            values: Any = delta.shard(shard)
+            if shard.kind == "counters":
+                payload = encode_counters(values)
+            elif shard.kind == "buffers":
+                payload = BUFFER_CODEC.encode(values)
+            else:
+                payload = codec.encode(values)
+                squares.append(square_sum(codec.decode(payload, shard.count)))
+            refs.append(self._outbox.put(payload))
+        return ev.Trained(
+            order.base_round,
+            tuple(refs),
+            combine(squares),
+            max(part.max_abs for part in squares),
+            result.num_examples,
+            result.local_steps,
+            result.metrics,
+            result.seconds,
+        )

@@ -1,0 +1,469 @@
+"""The client's session: finds a home broker, follows the log, works and uploads. Events and the time in, effects out.
+
+Rules:
+
+- one broker at a time is home; a dead one is left for the best of those that answer;
+- work is done on the newest model only, and a commit ends work on the one before;
+- a contribution is kept and offered again, the same bytes, to whatever home there is, until a commit moves on;
+- nothing of a commit is folded before a majority's votes for it were checked.
+"""
+
+from dataclasses import dataclass, field
+
+from clients import effects as fx
+from clients import events as ev
+from ravnest_fed.errors import BrokerUnreachable, KeyRefused, RavnestError, RecipeMismatch, WrongFederation
+from ravnest_fed.federation import Federation
+from ravnest_fed.hashing import digest, merkle_root
+from ravnest_fed.head import Head
+from ravnest_fed.identity import Identity, Signed
+from ravnest_fed.links import Link
+from ravnest_fed.messages import (
+    PROTOCOL_VERSION,
+    BlobRef,
+    CommitNotice,
+    Evaluation,
+    EvaluationNotice,
+    Goodbye,
+    Hello,
+    Manifest,
+    Message,
+    Offer,
+    OrderNotice,
+    Ready,
+    Reason,
+    Receipt,
+    ReceiptNotice,
+    Refused,
+    Skip,
+    Waiting,
+    Welcome,
+    WorkOrder,
+    open_signed,
+    sign,
+    signed_hash,
+)
+
+JOIN_SECONDS = 9.0
+WELCOME_SECONDS = 6.0
+PREFERENCE_SECONDS = 0.5
+"""How long the preferred broker may take before another one that answers becomes home."""
+
+
+@dataclass
+class _Pending:
+    """The contribution that waits to be counted."""
+
+    base_round: int
+    offer: Offer
+    manifest_hash: bytes
+    receipted: bool = False
+
+
+@dataclass
+class _Catching:
+    """The commit being fetched."""
+
+    server_round: int
+    missing: set[bytes] = field(default_factory=set)
+
+
+class ClientSession:
+    """One client's decisions. `now` is in seconds in every method."""
+
+    def __init__(self, link: Link, identity: Identity, recipe_hash: str, now: float) -> None:
+        self.link = link
+        self.identity = identity
+        self.federation: Federation | None = None
+        self.head: Head | None = None
+        self.home: str | None = None
+        self.contributions = 0
+        self._recipe_hash = recipe_hash
+        self._names = sorted(
+            (broker.name for broker in link.brokers),
+            key=lambda name: digest("home", identity.public_key, name.encode()),
+        )
+        self._lines: dict[str, str] = {}
+        self._started = now
+        self._first_up: float | None = None
+        self._hello_at = now
+        self._greeted = False
+        self._ever_greeted = False
+        self._avoid: dict[str, float] = {}
+        self._welcome: Welcome | None = None
+        self._notices: dict[int, BlobRef] = {}
+        self._catching: _Catching | None = None
+        self._folding = False
+        self._order: tuple[Signed, WorkOrder] | None = None
+        self._training: int | None = None
+        self._pending: _Pending | None = None
+        self._sequence = 0
+        self._wanted: dict[bytes, BlobRef] = {}
+        self._leaving = False
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[fx.Effect]:
+        """Take one event."""
+        match event:
+            case ev.Line(broker, state):
+                return self._on_line(broker, state, now)
+            case ev.FromBroker(broker, message):
+                return self._on_message(broker, message, now) if broker == self.home else []
+            case ev.Fetched(blob):
+                return self._on_fetched(blob)
+            case ev.Missed(blob):
+                return self._on_missed(blob, now)
+            case ev.FederationRead(federation):
+                return self._on_federation(federation)
+            case ev.Prepared(head):
+                self.head = head
+                return [fx.Evaluate(head.server_round), *self._ready()]
+            case ev.CommitOpened(server_round, updates):
+                return self._on_commit_opened(server_round, updates)
+            case ev.Folded(head):
+                return self._on_folded(head)
+            case ev.Evaluated():
+                return self._on_evaluated(event)
+            case ev.Trained():
+                return self._on_trained(event)
+            case ev.TrainingFailed(base_round, text):
+                return self._on_training_failed(base_round, text)
+            case ev.Leave():
+                return self._leave("leaving at the owner's wish")
+            case ev.Tick():
+                return self._on_tick(now)
+
+    # --- home --------------------------------------------------------------------------------------------------------
+
+    def _on_line(self, broker: str, state: ev.LineState, now: float) -> list[fx.Effect]:
+        self._lines[broker] = state
+        if state == "up":
+            if self._first_up is None:
+                self._first_up = now
+            return self._choose_home(now)
+        if broker == self.home:
+            effects: list[fx.Effect] = [fx.Tell("home broker lost", {"broker": broker}, warning=True)]
+            return effects + self._lose_home(now)
+        return self._give_up(now)
+
+    def _lose_home(self, now: float) -> list[fx.Effect]:
+        self.home = None
+        self._greeted = False
+        self._catching = None
+        self._wanted = {}
+        self._notices = {}
+        return self._choose_home(now)
+
+    def _choose_home(self, now: float) -> list[fx.Effect]:
+        if self.home is not None or self._leaving:
+            return []
+        usable = [name for name in self._names if self._lines.get(name) == "up" and self._avoid.get(name, 0.0) <= now]
+        if not usable or self._first_up is None:
+            return []
+        if usable[0] != self._names[0] and not self._ever_greeted and now - self._first_up < PREFERENCE_SECONDS:
+            return []
+        self.home = usable[0]
+        self._hello_at = now
+        server_round = self.head.server_round if self.head else -1
+        hello = Hello(
+            PROTOCOL_VERSION, self.link.fingerprint, self.identity.node_id, self._recipe_hash, server_round
+        )
+        return [fx.Send(self.home, hello)]
+
+    def _give_up(self, now: float) -> list[fx.Effect]:
+        """Before the first welcome, end with the reason once no broker can be had; afterwards never."""
+        if self._ever_greeted or self._leaving:
+            return []
+        states = [self._lines.get(name, "no answer") for name in self._names]
+        if now - self._started < JOIN_SECONDS and not all(state == "refused" for state in states):
+            return []
+        if any(state == "up" for state in states):
+            return []
+        words = {
+            "no answer": "does not answer",
+            "down": "does not answer",
+            "refused": "does not admit this key",
+            "mismatch": "does not prove the key that the link names",
+        }
+        addresses = {broker.name: broker.address for broker in self.link.brokers}
+        texts = [f"{name} at {addresses[name]} {words[state]}" for name, state in zip(self._names, states, strict=True)]
+        what = "no broker to join: " + ", ".join(texts)
+        if any(state in ("refused", "mismatch") for state in states):
+            error: RavnestError = KeyRefused(what, "ask the operator for a new link")
+        else:
+            error = BrokerUnreachable(what, "check the network, or ask the operator whether the brokers run")
+        return self._end("no broker", error)
+
+    def _on_tick(self, now: float) -> list[fx.Effect]:
+        if self.home is not None and not self._greeted and now - self._hello_at > WELCOME_SECONDS:
+            self._avoid[self.home] = now + 4 * WELCOME_SECONDS
+            silent = self.home
+            effects: list[fx.Effect] = [fx.Tell("broker is silent", {"broker": silent}, warning=True)]
+            return effects + self._lose_home(now)
+        return self._choose_home(now) or self._give_up(now)
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _on_message(self, broker: str, message: Message, now: float) -> list[fx.Effect]:
+        match message:
+            case Welcome():
+                return self._on_welcome(message)
+            case Refused(manifest_hash=b""):
+                return self._on_turned_away(message)
+            case Refused():
+                return self._on_refused(message)
+            case OrderNotice(order=signed):
+                return self._on_order(signed)
+            case CommitNotice(server_round=server_round, commit=ref):
+                if self.head is None or server_round > self.head.server_round:
+                    self._notices[server_round] = ref
+                return self._follow()
+            case ReceiptNotice(receipt=signed):
+                return self._on_receipt(signed)
+            case Waiting(server_round=server_round, text=text):
+                return [fx.Tell("waiting", {"round": server_round, "for": text})] if text else []
+            case Goodbye(reason=reason):
+                self._avoid[broker] = now + 5.0
+                told = fx.Tell("home broker leaves", {"broker": broker, "reason": reason[:200]}, warning=True)
+                return [told, *self._lose_home(now)]
+        return []
+
+    def _on_welcome(self, welcome: Welcome) -> list[fx.Effect]:
+        assert self.home is not None
+        if welcome.federation != self.link.fingerprint:
+            return self._end("wrong federation", WrongFederation("the broker serves another federation", "check the link"))
+        first = not self._ever_greeted
+        self._greeted = self._ever_greeted = True
+        self._welcome = welcome
+        self._sequence = max(self._sequence, welcome.highest_sequence)
+        effects: list[fx.Effect] = [fx.Tell("connected" if first else "reconnected", {"broker": self.home})]
+        if self.federation is None:
+            return effects + self._want(welcome.federation_file)
+        if self.head is None:
+            return effects + self._want(welcome.initial_model)
+        return effects + self._ready() + self._offer_again()
+
+    def _on_turned_away(self, refused: Refused) -> list[fx.Effect]:
+        kinds: dict[str, type[RavnestError]] = {
+            Reason.WRONG_RECIPE: RecipeMismatch,
+            Reason.WRONG_FEDERATION: WrongFederation,
+            Reason.UNKNOWN_CLIENT: KeyRefused,
+        }
+        error = kinds.get(refused.reason, RavnestError)
+        return self._end(refused.reason, error(f"{self.home} turned this client away ({refused.reason})", refused.text[:300]))
+
+    def _on_federation(self, federation: Federation) -> list[fx.Effect]:
+        self.federation = federation
+        expected = federation.federation.recipe_hash
+        if self._recipe_hash != expected:
+            return self._end(
+                "wrong recipe",
+                RecipeMismatch(f"the recipe's hash is {self._recipe_hash[:16]}, the federation signs {expected[:16]}"),
+            )
+        return self._want(self._welcome.initial_model) if self._welcome else []
+
+    def _ready(self) -> list[fx.Effect]:
+        if self.home is None or not self._greeted or self.head is None:
+            return []
+        return [fx.Send(self.home, Ready(self.head.server_round))]
+
+    # --- following the log -------------------------------------------------------------------------------------------
+
+    def _follow(self) -> list[fx.Effect]:
+        if self.head is None or self._catching is not None or self._folding:
+            return []
+        following = self.head.server_round + 1
+        ref = self._notices.get(following)
+        if ref is None:
+            return []
+        self._catching = _Catching(following)
+        return self._want(ref)
+
+    def _want(self, ref: BlobRef) -> list[fx.Effect]:
+        if self.home is None:
+            return []
+        self._wanted[ref.hash] = ref
+        return [fx.Fetch(ref, self.home)]
+
+    def _on_fetched(self, blob: bytes) -> list[fx.Effect]:
+        ref = self._wanted.pop(blob, None)
+        if ref is None or self._welcome is None:
+            return []
+        if ref.hash == self._welcome.federation_file.hash:
+            return [fx.ReadFederation(ref)] if self.federation is None else []
+        if ref.hash == self._welcome.initial_model.hash:
+            return [fx.Prepare(ref)] if self.head is None else []
+        catching = self._catching
+        if catching is None:
+            return []
+        if blob in catching.missing:
+            catching.missing.discard(blob)
+            return self._fold(catching) if not catching.missing else []
+        assert self.home is not None
+        return [fx.OpenCommit(ref, self.home)]
+
+    def _on_missed(self, blob: bytes, now: float) -> list[fx.Effect]:
+        if self._wanted.pop(blob, None) is None or self.home is None:
+            return []
+        told = fx.Tell("broker lacks what it announced", {"broker": self.home}, warning=True)
+        self._avoid[self.home] = now + 5.0
+        return [told, *self._lose_home(now)]
+
+    def _on_commit_opened(self, server_round: int, updates: tuple[BlobRef, ...]) -> list[fx.Effect]:
+        catching = self._catching
+        if catching is None or catching.server_round != server_round:
+            return []
+        catching.missing = {ref.hash for ref in updates}
+        return [effect for ref in {ref.hash: ref for ref in updates}.values() for effect in self._want(ref)]
+
+    def _fold(self, catching: _Catching) -> list[fx.Effect]:
+        self._catching = None
+        self._folding = True
+        effects: list[fx.Effect] = []
+        if self._training is not None:
+            self._training = None
+            effects.append(fx.AbandonTraining())
+        return [*effects, fx.Fold(catching.server_round)]
+
+    def _on_folded(self, head: Head) -> list[fx.Effect]:
+        self._folding = False
+        self.head = head
+        self._notices = {number: ref for number, ref in self._notices.items() if number > head.server_round}
+        effects: list[fx.Effect] = []
+        pending = self._pending
+        if pending is not None and head.server_round > pending.base_round:
+            counted = head.was_counted(self.identity.node_id, self._sequence)
+            if counted:
+                self.contributions += 1
+            else:
+                effects.append(fx.Tell("contribution not counted", {"round": head.server_round}, warning=True))
+            effects.append(fx.Forget(tuple(ref.hash for ref in pending.offer.shards)))
+            self._pending = None
+        following = self._follow()
+        if following:
+            return effects + following
+        effects.append(fx.Evaluate(head.server_round))
+        return effects + self._start_training()
+
+    def _on_evaluated(self, event: ev.Evaluated) -> list[fx.Effect]:
+        head = self.head
+        if head is None or head.server_round != event.server_round:
+            return []
+        effects: list[fx.Effect] = [
+            fx.Tell("model", {"round": head.server_round, **{k: round(v, 4) for k, v in event.metrics.items()}})
+        ]
+        if self.home is not None and self._greeted:
+            evaluation = Evaluation(
+                self.link.fingerprint,
+                self.identity.node_id,
+                head.server_round,
+                head.model_hash,
+                max(1, event.num_examples),
+                event.metrics,
+            )
+            effects.append(fx.Send(self.home, EvaluationNotice(sign(self.identity, evaluation))))
+        if head.stop:
+            effects += self._leave(f"training has ended: {head.stop}")
+        return effects
+
+    # --- work --------------------------------------------------------------------------------------------------------
+
+    def _on_order(self, signed: Signed) -> list[fx.Effect]:
+        if self.federation is None or signed.node_id not in self.federation.broker_by_id:
+            return []
+        order = open_signed(WorkOrder, signed, self.federation.public_key(signed.node_id))
+        if order is None or order.client != self.identity.node_id or order.federation != self.link.fingerprint:
+            return []
+        self._order = (signed, order)
+        return self._start_training()
+
+    def _start_training(self) -> list[fx.Effect]:
+        if self._order is None or self.head is None or self._folding or self._training is not None:
+            return []
+        signed, order = self._order
+        done = self._pending is not None and self._pending.base_round == order.base_round
+        if order.base_round != self.head.server_round or order.base_hash != self.head.commit_hash or done:
+            return []
+        self._training = order.base_round
+        told = fx.Tell("training", {"round": order.base_round + 1, "local_steps": order.local_steps})
+        return [told, fx.Train(order, signed)]
+
+    def _on_trained(self, event: ev.Trained) -> list[fx.Effect]:
+        forget = fx.Forget(tuple(ref.hash for ref in event.shards))
+        if self._training != event.base_round or self._order is None or self.head is None or self.federation is None:
+            return [forget]
+        signed, order = self._order
+        self._training = None
+        if order.base_round != event.base_round or self.head.server_round != event.base_round:
+            return [forget]
+        self._sequence += 1
+        manifest = Manifest(
+            federation=self.link.fingerprint,
+            client=self.identity.node_id,
+            sequence=self._sequence,
+            base_round=order.base_round,
+            base_hash=order.base_hash,
+            last_round=order.base_round + 1,
+            codec=order.codec,
+            payload_root=merkle_root("payload", [ref.hash for ref in event.shards]),
+            shard_count=len(event.shards),
+            num_examples=event.num_examples,
+            local_steps=event.local_steps,
+            norm=event.norm,
+            max_abs=event.max_abs,
+            metrics=event.metrics,
+            training_seconds=event.seconds,
+            order=signed,
+        )
+        proof = sign(self.identity, manifest)
+        self._pending = _Pending(order.base_round, Offer(proof, event.shards), signed_hash(proof))
+        shown = {name: round(value, 4) for name, value in event.metrics.items()}
+        told = fx.Tell("trained", {"round": order.base_round + 1, **shown, "seconds": round(event.seconds, 2)})
+        return [told, *self._offer_again()]
+
+    def _offer_again(self) -> list[fx.Effect]:
+        if self._pending is None or self.home is None or not self._greeted:
+            return []
+        offer = self._pending.offer
+        total = sum(len(ref.inline) for ref in offer.shards)
+        if total > 256 * 1024:
+            offer = Offer(offer.manifest, tuple(ref.bare() for ref in offer.shards))
+        return [fx.Send(self.home, offer)]
+
+    def _on_receipt(self, signed: Signed) -> list[fx.Effect]:
+        if self._pending is None or self.federation is None or signed.node_id not in self.federation.broker_by_id:
+            return []
+        receipt = open_signed(Receipt, signed, self.federation.public_key(signed.node_id))
+        if receipt is None or receipt.manifest_hash != self._pending.manifest_hash or self._pending.receipted:
+            return []
+        self._pending.receipted = True
+        return [fx.Tell("contribution taken", {"round": self._pending.base_round + 1, "broker": self.home})]
+
+    def _on_refused(self, refused: Refused) -> list[fx.Effect]:
+        if self._pending is None or refused.manifest_hash != self._pending.manifest_hash:
+            return []
+        told = fx.Tell("contribution refused", {"reason": refused.reason, "text": refused.text[:300]}, warning=True)
+        return [told]
+
+    def _on_training_failed(self, base_round: int, text: str) -> list[fx.Effect]:
+        if self._training != base_round:
+            return []
+        self._training = None
+        effects: list[fx.Effect] = [fx.Tell("nothing to send", {"round": base_round + 1, "reason": text}, warning=True)]
+        if self.home is not None:
+            effects.append(fx.Send(self.home, Skip(base_round, text[:200])))
+        return effects
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _leave(self, reason: str) -> list[fx.Effect]:
+        effects: list[fx.Effect] = []
+        if self.home is not None and self._greeted:
+            effects.append(fx.Send(self.home, Goodbye(reason)))
+        return effects + self._end(reason, None)
+
+    def _end(self, reason: str, error: RavnestError | None) -> list[fx.Effect]:
+        self._leaving = True
+        effects: list[fx.Effect] = [fx.AbandonTraining()] if self._training is not None else []
+        return [*effects, fx.End(reason, error)]

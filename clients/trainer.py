@@ -1,0 +1,228 @@
+"""Local training: from a base state and the work of a round to a delta. Imports torch: only clients load this.
+
+A result follows from the recipe, the seed, the partition, the round and the rounds trained before, bit for bit on one
+machine with one number of threads. A round that fails or is abandoned leaves no trace: trained again, it gives what it
+would have given.
+"""
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from clients.feed import Feed, feed_of, moved
+from ravnest_fed.errors import RavnestError
+from ravnest_fed.hashing import digest
+from ravnest_fed.model_state import delta_between, load_frozen, schema_of, write_state
+from ravnest_fed.parameters import Float32, Int64, ModelState, Schema
+from ravnest_fed.recipe import LoadedRecipe, Partition
+
+
+class RoundAbandoned(RavnestError):
+    """Training was told to stop before the round's last step."""
+
+
+class TrainingDiverged(RavnestError):
+    """The loss or the parameters stopped being finite; there is nothing to send for this round."""
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What to train in one round; `committed_steps` is the number of steps of all committed rounds together."""
+
+    server_round: int
+    micro_batch: int
+    accumulation: int
+    local_steps: int
+    committed_steps: int
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What one round of training gave.
+
+    `delta_vector` is base - after, float32, in the layout of the schema's float32 vector; `counters` is after - base,
+    int64. `num_examples` counts the examples that went through the model, repeats included. `metrics` holds the mean
+    training `loss` over them. `seconds` is wall time.
+    """
+
+    delta_vector: Float32
+    counters: Int64
+    num_examples: int
+    local_steps: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+class Trainer:
+    """Holds the model on its device and trains it round by round.
+
+    `device` is a torch device name, or "auto": a GPU where there is one. `seed` is the federation's. `initial` is the
+    federation's initial model in safetensors: what is not federated is taken from there; without it, from the recipe.
+    Raises RecipeError for a recipe that breaks its contract, and SchemaMismatch for a model that is off `schema`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        schema: Schema,
+        partition: Partition,
+        device: str = "auto",
+        seed: int = 0,
+        initial: Path | None = None,
+    ) -> None:
+        self.device = torch.device(_best_device() if device == "auto" else device)
+        self._loaded = loaded
+        self._schema = schema
+        self._partition = partition
+        self._seed = seed
+        model = loaded.build_model(seed)
+        if initial is not None:
+            load_frozen(model, schema, initial)
+        schema.require_equal(schema_of(model, schema.shard_size), str(loaded.path))
+        self._model = model.to(self.device)
+        self._feed: Feed | None = None
+        self._position = 0
+        self._optimizer_state: dict[str, Any] | None = None
+
+    @property
+    def position(self) -> int:
+        """How many samples the rounds so far drew; a Trainer given another's position carries on with the same data."""
+        return self._position
+
+    @position.setter
+    def position(self, samples: int) -> None:
+        self._position = samples
+
+    def repartition(self, partition: Partition) -> None:
+        """Train on another part of the data from the next round on; the same part again changes nothing."""
+        if partition != self._partition:
+            self._partition, self._feed = partition, None
+
+    def load_data(self) -> None:
+        """Ask the recipe for this client's data now instead of in the first round. Raises NoDataError for none."""
+        self._data()
+
+    def local_round(
+        self, work: LocalWork, base: ModelState, cancelled: Callable[[], bool] = lambda: False
+    ) -> LocalResult:
+        """Train `work` from `base`; `cancelled` is asked before each micro-batch.
+
+        Raises RoundAbandoned, TrainingDiverged, NoDataError and RecipeError.
+        """
+        feed = self._data()
+        started = time.perf_counter()
+        write_state(self._model, self._schema, base)
+        self._model.train()
+        parameters = [one for one in self._model.parameters() if one.requires_grad]
+        with self._seeded("round", work.server_round):
+            optimizer = self._loaded.build_optimizer(parameters)
+            if self._optimizer_state is not None and self._loaded.recipe.keep_optimizer:
+                optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
+            position, examples, loss_sum = self._position, 0, 0.0
+            for step in range(work.local_steps):
+                batches = []
+                for _ in range(work.accumulation):
+                    batch, count, position = feed.draw(position, work.micro_batch)
+                    batches.append((batch, count))
+                loss = self._step(work, step, optimizer, parameters, batches, cancelled)
+                drawn = sum(count for _, count in batches)
+                examples += drawn
+                loss_sum += loss * drawn
+        delta, counters = delta_between(self._model, self._schema, base)
+        if not np.isfinite(delta).all():
+            raise _diverged("parameters", work, work.local_steps)
+        self._position = position
+        if self._loaded.recipe.keep_optimizer:
+            self._optimizer_state = optimizer.state_dict()
+        return LocalResult(
+            delta,
+            counters,
+            # A loader's batches can be larger than the work order's; a client never claims more than was asked.
+            min(examples, work.micro_batch * work.accumulation * work.local_steps),
+            work.local_steps,
+            {"loss": loss_sum / examples},
+            time.perf_counter() - started,
+        )
+
+    def evaluate(self, state: ModelState) -> tuple[dict[str, float], int] | None:
+        """Metrics of `state` by the recipe's `evaluate`, and how many examples they stand for; None if it has none."""
+        write_state(self._model, self._schema, state)
+        self._model.eval()
+        with self._seeded("evaluate", 0), torch.no_grad():
+            return self._loaded.evaluate(self._model)
+
+    def _step(
+        self,
+        work: LocalWork,
+        step: int,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[torch.nn.Parameter],
+        batches: list[tuple[Any, int]],
+        cancelled: Callable[[], bool],
+    ) -> float:
+        """One step of the optimiser over `batches`, each weighted by its examples; returns their mean loss."""
+        drawn = sum(count for _, count in batches)
+        total = torch.zeros((), device=self.device)
+        optimizer.zero_grad(set_to_none=True)
+        for batch, count in batches:
+            if cancelled():
+                raise RoundAbandoned(f"round {work.server_round} was abandoned at step {step + 1}")
+            loss = self._loaded.loss(self._model, moved(batch, self.device))
+            scaled = loss if len(batches) == 1 else loss * (count / drawn)
+            with self._loaded.calling("loss"):
+                scaled.backward()  # type: ignore[no-untyped-call]
+            total += scaled.detach()
+        mean = float(total)
+        if not np.isfinite(mean):
+            raise _diverged("loss", work, step + 1)
+        if self._loaded.recipe.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self._loaded.recipe.max_grad_norm)
+        self._loaded.schedule(optimizer, work.committed_steps + step)
+        with self._loaded.calling("optimizer"):
+            optimizer.step()
+        return mean
+
+    def _data(self) -> Feed:
+        if self._feed is None:
+            with self._seeded("data", 0):
+                self._feed = feed_of(self._loaded, self._partition, self._seed)
+        return self._feed
+
+    @contextmanager
+    def _seeded(self, purpose: str, server_round: int) -> Iterator[None]:
+        """Seed torch, NumPy and random by purpose, round and client inside this context; put them back afterwards."""
+        place = f"{self._seed} {self._partition.index} {server_round}".encode()
+        seed = int.from_bytes(digest(f"training {purpose}", place)[:8], "little") >> 1
+        plain, legacy = random.getstate(), np.random.get_state()
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            try:
+                yield
+            finally:
+                random.setstate(plain)
+                np.random.set_state(legacy)
+
+
+def _diverged(what: str, work: LocalWork, step: int) -> TrainingDiverged:
+    verb = "is" if what == "loss" else "are"
+    return TrainingDiverged(
+        f"the {what} {verb} not finite after step {step} of {work.local_steps} of round {work.server_round}",
+        "lower the learning rate, set max_grad_norm, or look for bad samples",
+    )
+
+
+def _best_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"

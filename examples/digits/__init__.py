@@ -1,0 +1,1 @@
+"""Handwritten digits: the recipe is `recipe.py`."""

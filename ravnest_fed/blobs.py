@@ -1,0 +1,164 @@
+"""Blobs on disk or in memory, named by their hash.
+
+A blob on disk is written to a temporary name chunk by chunk, fsynced, renamed, and its directory fsynced: after a kill
+at any instruction it is there whole or not at all.
+"""
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from ravnest_fed.errors import LedgerError
+from ravnest_fed.hashing import CHUNK_SIZE, blob_hash, chunk_hash, chunks
+from ravnest_fed.messages import CHUNK_LIST, BlobRef
+
+
+class BlobStore(Protocol):
+    """Where a node keeps blobs."""
+
+    def has(self, blob: bytes) -> bool:
+        """Whether the blob is here, whole."""
+
+    def read(self, blob: bytes) -> bytes:
+        """The whole blob. Raises LedgerError if it is not here."""
+
+    def read_chunk(self, blob: bytes, index: int) -> bytes | None:
+        """One chunk, or the chunk list for `CHUNK_LIST`; None if the blob or the chunk is not here."""
+
+    def put(self, data: bytes) -> BlobRef:
+        """Keep `data`, durably where the store is durable."""
+
+    def keep_chunk(self, ref: BlobRef, index: int, data: bytes) -> None:
+        """Keep a verified chunk of a blob that is being fetched."""
+
+    def finish(self, ref: BlobRef) -> None:
+        """Every chunk was kept: the blob is whole."""
+
+    def remove(self, blob: bytes) -> None:
+        """Forget a blob."""
+
+
+class MemoryBlobs:
+    """Blobs in memory: a client's contribution and the updates it folds."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[bytes, bytes] = {}
+        self._partial: dict[bytes, bytearray] = {}
+
+    def has(self, blob: bytes) -> bool:
+        return blob in self._blobs
+
+    def read(self, blob: bytes) -> bytes:
+        try:
+            return self._blobs[blob]
+        except KeyError:
+            raise LedgerError(f"blob {blob.hex()[:16]} is not here") from None
+
+    def read_chunk(self, blob: bytes, index: int) -> bytes | None:
+        data = self._blobs.get(blob)
+        if data is None:
+            return None
+        if index == CHUNK_LIST:
+            return b"".join(map(chunk_hash, chunks(data)))
+        start = index * CHUNK_SIZE
+        return data[start : start + CHUNK_SIZE] if 0 <= start < max(len(data), 1) else None
+
+    def put(self, data: bytes) -> BlobRef:
+        ref = BlobRef.of(data)
+        self._blobs[ref.hash] = data
+        return ref
+
+    def keep_chunk(self, ref: BlobRef, index: int, data: bytes) -> None:
+        partial = self._partial.setdefault(ref.hash, bytearray(ref.length))
+        partial[index * CHUNK_SIZE : index * CHUNK_SIZE + len(data)] = data
+
+    def finish(self, ref: BlobRef) -> None:
+        self._blobs[ref.hash] = bytes(self._partial.pop(ref.hash))
+
+    def remove(self, blob: bytes) -> None:
+        self._blobs.pop(blob, None)
+        self._partial.pop(blob, None)
+
+
+class DiskBlobs:
+    """Blobs as files below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("*.part"):
+            leftover.unlink()
+        self._sizes: dict[bytes, int] = {}
+        for file in folder.iterdir():
+            self._sizes[bytes.fromhex(file.name)] = file.stat().st_size
+
+    def has(self, blob: bytes) -> bool:
+        return blob in self._sizes
+
+    def read(self, blob: bytes) -> bytes:
+        try:
+            data = self._path(blob).read_bytes()
+        except OSError as error:
+            raise LedgerError(
+                f"blob {self._path(blob)} cannot be read ({error.strerror})", "copy it from another broker"
+            ) from None
+        if blob_hash(data) != blob:
+            raise LedgerError(f"blob {self._path(blob)} is damaged on disk", "copy it from another broker")
+        return data
+
+    def read_chunk(self, blob: bytes, index: int) -> bytes | None:
+        size = self._sizes.get(blob)
+        if size is None:
+            return None
+        if index == CHUNK_LIST:
+            return b"".join(map(chunk_hash, chunks(self.read(blob))))
+        start = index * CHUNK_SIZE
+        if not 0 <= start < max(size, 1):
+            return None
+        with self._path(blob).open("rb") as file:
+            file.seek(start)
+            return file.read(CHUNK_SIZE)
+
+    def put(self, data: bytes) -> BlobRef:
+        ref = BlobRef.of(data)
+        if not self.has(ref.hash):
+            for index, chunk in enumerate(chunks(data)):
+                self.keep_chunk(ref, index, bytes(chunk))
+            self.finish(ref)
+        return ref
+
+    def keep_chunk(self, ref: BlobRef, index: int, data: bytes) -> None:
+        part = self._path(ref.hash).with_suffix(".part")
+        with part.open("r+b" if part.exists() else "wb") as file:
+            file.seek(index * CHUNK_SIZE)
+            file.write(data)
+
+    def finish(self, ref: BlobRef) -> None:
+        part = self._path(ref.hash).with_suffix(".part")
+        with part.open("r+b") as file:
+            os.fsync(file.fileno())
+        part.rename(self._path(ref.hash))
+        sync_folder(self._folder)
+        self._sizes[ref.hash] = ref.length
+
+    def remove(self, blob: bytes) -> None:
+        if self._sizes.pop(blob, None) is not None:
+            self._path(blob).unlink(missing_ok=True)
+
+    def retain(self, wanted: set[bytes]) -> None:
+        """Remove every blob that is not `wanted`."""
+        for blob in self._sizes.keys() - wanted:
+            self.remove(blob)
+
+    def _path(self, blob: bytes) -> Path:
+        return self._folder / blob.hex()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,124 @@
+"""Blockwise codecs: small integers, and one float32 scale for each block of neighbours.
+
+Source of the idea: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); here linear and symmetric.
+
+The body holds the scales of all blocks, then the codes of all values. A value is code * scale in float32. The scale is
+the block's greatest magnitude over the greatest code; a block whose scale would not exceed 2^-126 is all zeros.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ravnest_fed.codecs.base import Bytes, Codec
+from ravnest_fed.codecs.float_bits import LEAST_NORMAL
+from ravnest_fed.errors import PayloadError
+from ravnest_fed.parameters import Float32
+
+Array = npt.NDArray[Any]
+Int8Array = npt.NDArray[np.int8]
+
+
+class Blockwise(Codec):
+    """What blockwise codecs share. A subclass names its block (a divisor of 4096) and packs its codes."""
+
+    block: ClassVar[int]
+    """Values that share a scale; the last block may be shorter."""
+    greatest: ClassVar[int]
+    """Codes run from -greatest to greatest."""
+    bits: ClassVar[int]
+    """Bits of a packed code."""
+
+    @abstractmethod
+    def _pack(self, codes: Int8Array, packed: Bytes) -> None:
+        """Write `codes` to `packed`."""
+
+    @abstractmethod
+    def _unpack(self, packed: Bytes, count: int) -> Int8Array:
+        """The `count` codes in `packed`, whatever they are."""
+
+    def _body_size(self, count: int) -> int:
+        return self._codes_start(count) + -(-count * self.bits // 8)
+
+    def _codes_start(self, count: int) -> int:
+        return 4 * -(-count // self.block)
+
+    def _scales_of(self, body: Bytes, start: int, stop: int) -> Bytes:
+        return body[4 * (start // self.block) : 4 * -(-stop // self.block)]
+
+    def _packed_of(self, body: Bytes, count: int, start: int, stop: int) -> Bytes:
+        base = self._codes_start(count)
+        return body[base + start * self.bits // 8 : base + -(-stop * self.bits // 8)]
+
+    def _encode_slice(self, values: Float32, body: Bytes, count: int, start: int) -> None:
+        stop = start + values.size
+        scales = np.empty(-(-values.size // self.block), np.float32)
+        codes = np.empty(values.size, np.int8)
+        for blocks, rows, code_rows in self._rows(values, codes):
+            scale = np.minimum(np.abs(rows).max(axis=1) / np.float32(self.greatest), self._greatest_scale)
+            scale[scale.view(np.int32) <= LEAST_NORMAL] = 0
+            scales[blocks] = scale
+            # Divided by infinity, a block without a scale has the codes 0.
+            scale[scale == 0] = np.inf
+            ratio = rows / scale[:, None]
+            np.rint(ratio, out=ratio)
+            np.copyto(code_rows, ratio, casting="unsafe")
+        self._scales_of(body, start, stop).view("<f4")[:] = scales
+        self._pack(codes, self._packed_of(body, count, start, stop))
+
+    def _check_slice(self, body: Bytes, count: int, start: int, stop: int) -> None:
+        scales = self._scales_of(body, start, stop).view("<u4")
+        codes = self._unpack(self._packed_of(body, count, start, stop), stop - start)
+        if not codes.size:
+            return
+        where = f"between {start} and {stop} of an {self.name} payload"
+        tiny = (scales != 0) & (scales <= np.uint32(LEAST_NORMAL))
+        if scales.max() > self._greatest_scale.view(np.uint32) or tiny.any():
+            raise PayloadError(f"a scale {where} is not zero and not a positive normal number within bounds")
+        if codes.min() < -self.greatest or codes.max() > self.greatest:
+            raise PayloadError(f"a code {where} is out of bounds")
+        if (scales == 0).any() and any(rows[scales[blocks] == 0].any() for blocks, rows, _ in self._rows(codes, codes)):
+            raise PayloadError(f"a block {where} has codes but no scale")
+
+    def _decode_slice(self, body: Bytes, count: int, start: int, stop: int, out: Float32) -> None:
+        scales = self._scales_of(body, start, stop).view("<f4").astype(np.float32)
+        codes = self._unpack(self._packed_of(body, count, start, stop), stop - start)
+        out[:] = codes
+        for blocks, rows, _ in self._rows(out, out):
+            np.multiply(rows, scales[blocks, None], out=rows)
+
+    @cached_property
+    def _greatest_scale(self) -> np.float32:
+        """The greatest scale that every code can be multiplied by and stay finite."""
+        most = float(np.finfo(np.float32).max)
+        scale = np.float32(most / self.greatest)
+        return scale if float(scale) * self.greatest <= most else np.nextafter(scale, np.float32(0))
+
+    def _rows(self, first: Array, second: Array) -> Iterator[tuple[slice, Array, Array]]:
+        """Two equally long vectors as rows of one block each, with the blocks' places: whole, then a shorter one."""
+        whole = first.size - first.size % self.block
+        blocks = whole // self.block
+        if whole:
+            yield slice(0, blocks), first[:whole].reshape(-1, self.block), second[:whole].reshape(-1, self.block)
+        if whole < first.size:
+            yield slice(blocks, blocks + 1), first[whole:].reshape(1, -1), second[whole:].reshape(1, -1)
+
+
+class Int8(Blockwise):
+    """One byte a value and four a block of 256: codes -127 to 127 as two's complement."""
+
+    name = "int8"
+    codec_id = 3
+    block = 256
+    greatest = 127
+    bits = 8
+
+    def _pack(self, codes: Int8Array, packed: Bytes) -> None:
+        packed[:] = codes.view(np.uint8)
+
+    def _unpack(self, packed: Bytes, count: int) -> Int8Array:
+        return packed.view(np.int8)

@@ -1,0 +1,373 @@
+"""The federation file: everything that all nodes of one training run must agree on, signed by its operator.
+
+`federation.toml` is plain TOML that a person can read; its last table, `[signature]`, signs the bytes above it. The
+fingerprint of those bytes names the federation everywhere: in links, handshakes, manifests and commits.
+"""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import tomli_w
+
+from ravnest_fed import codecs
+from ravnest_fed.errors import FederationFileError
+from ravnest_fed.hashing import digest
+from ravnest_fed.identity import Identity, Signed, node_id_of, verify
+from ravnest_fed.parameters import Schema
+
+FORMAT = 1
+FILE_NAME = "federation.toml"
+INITIAL_MODEL = "model.safetensors"
+MAX_FILE_BYTES = 16 * 2**20
+_SIGNATURE_HEADER = "\n[signature]\n"
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the file's tables."""
+
+
+class General(_Table, frozen=True, kw_only=True):
+    """What the federation is called and what it trains. Hashes are hex."""
+
+    format: int
+    name: str
+    created: str
+    seed: int
+    topology: Literal["butterfly", "parameter-server"] = "butterfly"
+    recipe: str
+    recipe_hash: str
+    model_hash: str
+
+
+class Strategy(_Table, frozen=True, kw_only=True):
+    """How contributions become an update. `clip_factor` times the running median norm bounds a contribution; 0: off."""
+
+    name: Literal["fedavg", "fedavgm"] = "fedavg"
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    weighting: Literal["examples", "equal"] = "examples"
+    clip_factor: float = 4.0
+    norm_history: int = 64
+    max_weight: int = 65536
+
+
+class Codecs(_Table, frozen=True, kw_only=True):
+    """The codec of contributions (`up`) and of updates (`down`)."""
+
+    up: str = "int8"
+    down: str = "int8"
+
+
+class Rounds(_Table, frozen=True, kw_only=True):
+    """When a round closes and how much work a client does in it. Seconds are durations, never dates."""
+
+    target_contributions: int = 0
+    min_contributions: int = 1
+    grace_seconds: float = 10.0
+    local_steps: int = 10
+    micro_batch: int = 32
+    accumulation: int = 1
+    deadline_seconds: float = 3600.0
+
+
+class Stop(_Table, frozen=True, kw_only=True):
+    """When training ends, whichever comes first: after `rounds` (0: never), at a date, or once a metric is reached."""
+
+    rounds: int = 0
+    date: str = ""
+    metric: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+class Limits(_Table, frozen=True, kw_only=True):
+    """Bounds that admission enforces."""
+
+    max_contributions: int = 1024
+    max_metrics: int = 32
+
+
+class BrokerEntry(_Table, frozen=True, kw_only=True):
+    """One broker of the roster: its keys (hex) and the addresses that others reach it by."""
+
+    name: str
+    public_key: str
+    curve_key: str
+    client_address: str
+    peer_address: str
+
+    @property
+    def node_id(self) -> str:
+        """Fingerprint of the signing key."""
+        return node_id_of(bytes.fromhex(self.public_key))
+
+
+class MemberEntry(_Table, frozen=True, kw_only=True):
+    """One client that may take part: its keys, hex."""
+
+    name: str
+    public_key: str
+    curve_key: str
+
+    @property
+    def node_id(self) -> str:
+        """Fingerprint of the signing key."""
+        return node_id_of(bytes.fromhex(self.public_key))
+
+
+class OperatorEntry(_Table, frozen=True, kw_only=True):
+    """The operator's keys, hex: the one signs this file, the other may ask every broker for its status."""
+
+    public_key: str
+    curve_key: str
+
+
+class _Signature(_Table, frozen=True, kw_only=True):
+    value: str
+
+
+class Federation(_Table, frozen=True, kw_only=True, dict=True):
+    """The content of a federation file. Build with `Federation.load`, or fill it in and `save` it."""
+
+    federation: General
+    strategy: Strategy = Strategy()
+    codecs: Codecs = Codecs()
+    rounds: Rounds = Rounds()
+    stop: Stop = Stop()
+    limits: Limits = Limits()
+    operator: OperatorEntry
+    brokers: tuple[BrokerEntry, ...]
+    members: tuple[MemberEntry, ...] = ()
+    schema: Schema
+
+    @cached_property
+    def text(self) -> str:
+        """The signed part of the file."""
+        return tomli_w.dumps(msgspec.to_builtins(_drop_none(self), str_keys=True))
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """32 bytes that name this federation."""
+        return digest("federation", self.text.encode())
+
+    @cached_property
+    def roster(self) -> tuple[str, ...]:
+        """Node ids of the brokers, in the file's order."""
+        return tuple(broker.node_id for broker in self.brokers)
+
+    @cached_property
+    def broker_by_id(self) -> dict[str, BrokerEntry]:
+        """The roster's entries by node id."""
+        return {broker.node_id: broker for broker in self.brokers}
+
+    @cached_property
+    def member_by_id(self) -> dict[str, MemberEntry]:
+        """The members' entries by node id."""
+        return {member.node_id: member for member in self.members}
+
+    @property
+    def majority(self) -> int:
+        """How many brokers must agree."""
+        return len(self.brokers) // 2 + 1
+
+    @property
+    def max_examples(self) -> int:
+        """Most examples that one work order asks for."""
+        rounds = self.rounds
+        return rounds.local_steps * rounds.micro_batch * rounds.accumulation
+
+    def public_key(self, node_id: str) -> bytes | None:
+        """The signing key of a broker, a member or the operator; None for a stranger."""
+        return self._public_keys.get(node_id)
+
+    @cached_property
+    def _public_keys(self) -> dict[str, bytes]:
+        entries = (*self.brokers, *self.members)
+        keys = {entry.node_id: bytes.fromhex(entry.public_key) for entry in entries}
+        operator = bytes.fromhex(self.operator.public_key)
+        keys[node_id_of(operator)] = operator
+        return keys
+
+    def name_of(self, node_id: str) -> str:
+        """What a person calls this node."""
+        entry = self.broker_by_id.get(node_id) or self.member_by_id.get(node_id)
+        return entry.name if entry else node_id[:8]
+
+    def signed_by(self, operator: Identity) -> str:
+        """The whole file as text, under the operator's signature."""
+        signature = operator.sign("federation", self.text.encode()).signature.hex()
+        return f'{self.text}{_SIGNATURE_HEADER}value = "{signature}"\n'
+
+    @classmethod
+    def load(cls, path: Path) -> "Federation":
+        """Read and check `path`. Raises FederationFileError."""
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise FederationFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes", "check the path")
+            raw = path.read_bytes()
+        except OSError as error:
+            raise FederationFileError(
+                f"{path} cannot be read ({error.strerror})", "name a directory that `ravnest-fed init` made"
+            ) from None
+        return cls.parse(raw, str(path))
+
+    @classmethod
+    def parse(cls, raw: bytes, where: str) -> "Federation":
+        """Check the bytes of a federation file that came from `where`. Raises FederationFileError."""
+        try:
+            text = raw.decode()
+            tables = tomllib.loads(text)
+        except UnicodeDecodeError:
+            raise FederationFileError(f"{where} is not UTF-8 text", "copy the file again") from None
+        except tomllib.TOMLDecodeError as error:
+            raise FederationFileError(f"{where} is not valid TOML: {error}", "copy the file again") from None
+        signature = tables.pop("signature", None)
+        federation = from_tables(tables, where)
+        try:
+            value = bytes.fromhex(msgspec.convert(signature, _Signature).value)
+            signed_text = text[: text.rindex(_SIGNATURE_HEADER)]
+        except (msgspec.ValidationError, ValueError):
+            raise FederationFileError(f"{where} carries no operator's signature", "copy the file again") from None
+        operator = bytes.fromhex(federation.operator.public_key)
+        if not verify("federation", Signed(node_id_of(operator), signed_text.encode(), value), operator):
+            raise FederationFileError(
+                f"{where} was changed after the operator signed it",
+                "settings are fixed for a federation: make a new one with `ravnest-fed init`",
+            )
+        if federation.text != signed_text:
+            raise FederationFileError(f"{where} is signed but not in canonical form", "copy the file again")
+        return federation
+
+
+def from_tables(tables: Mapping[str, Any], where: str) -> Federation:
+    """Turn parsed TOML `tables` into a checked Federation. Raises FederationFileError naming the setting."""
+    try:
+        federation = msgspec.convert(tables, Federation)
+    except msgspec.ValidationError as error:
+        raise FederationFileError(f"{where}: {_readable(error)}", "see docs/settings.md for every setting") from None
+    check(federation, where)
+    return federation
+
+
+def known_settings() -> tuple[str, ...]:
+    """Every setting that a person may choose when a federation is made, as `table.key`."""
+    groups: dict[str, type[_Table]] = {
+        "strategy": Strategy,
+        "codecs": Codecs,
+        "rounds": Rounds,
+        "stop": Stop,
+        "limits": Limits,
+    }
+    chosen = ("federation.name", "federation.seed", "federation.topology", "schema.shard_size")
+    return (*chosen, *(f"{group}.{key}" for group, kind in groups.items() for key in kind.__struct_fields__))
+
+
+def with_settings(tables: dict[str, Any], settings: Mapping[str, str]) -> None:
+    """Put `settings` (text values by `table.key`, or by a key that only one table has) into `tables`.
+
+    Raises FederationFileError for an unknown or ambiguous setting.
+    """
+    known = known_settings()
+    for name, text in settings.items():
+        fitting = [full for full in known if full == name or full.partition(".")[2] == name]
+        if len(fitting) != 1:
+            what = "ambiguous" if fitting else "unknown"
+            raise FederationFileError(f"{what} setting {name!r}", f"use one of {', '.join(fitting or known)}")
+        table, _, key = fitting[0].partition(".")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        tables.setdefault(table, {})[key] = value
+
+
+def check(federation: Federation, where: str) -> None:
+    """Raise FederationFileError for settings that cannot work, or are known to diverge, with the reason."""
+
+    def refuse(setting: str, reason: str, remedy: str) -> None:
+        raise FederationFileError(f"{where}: {setting} {reason}", remedy)
+
+    if federation.federation.format != FORMAT:
+        refuse("federation.format", f"is {federation.federation.format}", f"this version reads format {FORMAT}")
+    rounds, strategy, limits, stop = federation.rounds, federation.strategy, federation.limits, federation.stop
+    for name in ("local_steps", "micro_batch", "accumulation", "min_contributions"):
+        if not 1 <= getattr(rounds, name) <= 2**31:
+            refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", "use at least 1")
+    for name in ("grace_seconds", "deadline_seconds"):
+        if not (math.isfinite(getattr(rounds, name)) and getattr(rounds, name) >= 0):
+            refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", "use a duration in seconds")
+    if rounds.target_contributions and rounds.target_contributions < rounds.min_contributions:
+        refuse("rounds.target_contributions", "is below rounds.min_contributions", "raise it, or use 0 for everybody")
+    if not 1 <= limits.max_contributions <= 2**20:
+        refuse("limits.max_contributions", f"is {limits.max_contributions}", "use 1 to 1048576")
+    if max(rounds.min_contributions, rounds.target_contributions) > limits.max_contributions:
+        refuse("limits.max_contributions", "is below what a round needs", "raise it")
+    if not 1 <= strategy.max_weight <= 65536:
+        refuse("strategy.max_weight", f"is {strategy.max_weight}", "use 1 to 65536")
+    if not (0.0 < strategy.learning_rate <= 10.0 and 0.0 <= strategy.momentum < 1.0):
+        refuse("strategy", "has a learning rate or momentum that diverges", "use 0 < learning_rate, momentum < 1")
+    if strategy.name == "fedavg" and (strategy.momentum != 0.0 or strategy.nesterov):
+        refuse("strategy.momentum", "is set, but fedavg has none", "use strategy.name = fedavgm")
+    if strategy.clip_factor < 0 or strategy.norm_history < 1 or strategy.norm_history > 65536:
+        refuse("strategy.clip_factor or strategy.norm_history", "is out of range", "see docs/settings.md")
+    for name in ("up", "down"):
+        if getattr(federation.codecs, name) not in codecs.names():
+            refuse(
+                f"codecs.{name}", f"is {getattr(federation.codecs, name)!r}", f"use one of {', '.join(codecs.names())}"
+            )
+    if stop.date:
+        try:
+            if datetime.fromisoformat(stop.date).tzinfo is None:
+                refuse("stop.date", f"{stop.date!r} names no time zone", "write it like 2030-01-31T18:00:00+00:00")
+        except ValueError:
+            refuse("stop.date", f"{stop.date!r} is no date", "write it like 2030-01-31T18:00:00+00:00")
+    if bool(stop.metric) != (stop.at_least is not None or stop.at_most is not None):
+        refuse("stop.metric", "needs a bound, and a bound a metric", "set stop.metric and stop.at_least or stop.at_most")
+    if stop.rounds < 0:
+        refuse("stop.rounds", f"is {stop.rounds}", "use 0 for no limit")
+    _check_nodes(federation, refuse)
+    federation.schema.check()
+
+
+def _check_nodes(federation: Federation, refuse: Any) -> None:
+    if not federation.brokers:
+        refuse("brokers", "is empty", "name at least one broker")
+    if federation.federation.topology == "parameter-server" and len(federation.brokers) != 1:
+        refuse("federation.topology", "parameter-server has one broker", "use butterfly for several")
+    names = [entry.name for entry in (*federation.brokers, *federation.members)]
+    keys = [entry.public_key for entry in (*federation.brokers, *federation.members)]
+    for value in (*keys, *(entry.curve_key for entry in (*federation.brokers, *federation.members))):
+        try:
+            if len(bytes.fromhex(value)) != 32:
+                raise ValueError
+        except ValueError:
+            refuse("a key", f"{value[:16]!r} is not 32 bytes of hex", "copy the file again")
+    if len(set(names)) != len(names) or len(set(keys)) != len(keys):
+        refuse("brokers and members", "hold a name or a key twice", "give each node its own")
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    text = str(error).replace("Object contains unknown field", "unknown setting").replace("Object missing", "missing")
+    return text.replace(" - at `$.", " in `").replace("`$.", "`")
+
+
+def _drop_none(value: Any) -> Any:
+    """TOML has no null: a setting that is None is left out."""
+    tables = msgspec.to_builtins(value, str_keys=True)
+
+    def clean(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: clean(inner) for key, inner in item.items() if inner is not None}
+        if isinstance(item, (list, tuple)):
+            inner = [clean(element) for element in item]
+            return inner[:-1] if inner and inner[-1] is None else inner
+        return item
+
+    return clean(tables)

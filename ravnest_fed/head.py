@@ -1,0 +1,142 @@
+"""The small part of the replicated state: everything that decisions need, without the model's vectors.
+
+`Head` is what a round starts from. `Head.after(body)` is a pure function, so every replica derives the same head from
+the same commit. Brokers decide with heads alone; the vectors live in `ravnest_fed.replica`.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ravnest_fed.federation import Federation
+from ravnest_fed.hashing import digest
+from ravnest_fed.messages import Body, body_hash, encode
+from ravnest_fed.parameters import Schema
+
+SEQUENCE_WINDOW = 64
+"""How many sequence numbers below a client's highest counted one are remembered."""
+
+
+class CountedSequences(msgspec.Struct, frozen=True, array_like=True):
+    """Which sequences of a client were counted: the highest, and a bit for each of the 64 below it (bit 0: highest-1)."""
+
+    highest: int
+    below: int = 0
+
+    def holds(self, sequence: int) -> bool:
+        """Whether `sequence` was counted, or is too old to tell and so must not be counted."""
+        distance = self.highest - sequence
+        if distance <= 0:
+            return distance == 0
+        return distance > SEQUENCE_WINDOW or bool(self.below >> (distance - 1) & 1)
+
+    def with_sequence(self, sequence: int) -> "CountedSequences":
+        """The table's entry after `sequence` was counted too."""
+        mask = (1 << SEQUENCE_WINDOW) - 1
+        if sequence > self.highest:
+            distance = sequence - self.highest
+            below = (self.below << distance | 1 << (distance - 1)) & mask if self.highest else 0
+            return CountedSequences(sequence, below)
+        return CountedSequences(self.highest, (self.below | 1 << (self.highest - sequence - 1)) & mask)
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a replica stands after `server_round`. `commit_hash` of round 0 is the federation's fingerprint.
+
+    `scale_bits` is None before anything was recorded: the first round's scale stands in its plan. `norms` and `maxima` are
+    those of the last contributions counted.
+    """
+
+    server_round: int
+    commit_hash: bytes
+    model_hash: bytes
+    owners: tuple[int, ...]
+    scale_bits: int | None
+    clip_bound: float
+    stop: str
+    counted: Mapping[str, CountedSequences]
+    norms: tuple[float, ...]
+    maxima: tuple[float, ...]
+    last_clients: tuple[str, ...]
+
+    def after(self, body: Body, raw: bytes, history: int) -> "Head":
+        """The head after `body`, whose bytes are `raw`, was folded; `history` bounds the recorded norms."""
+        table = dict(self.counted)
+        for counted in body.counted:
+            known = table.get(counted.client)
+            table[counted.client] = (
+                known.with_sequence(counted.sequence) if known else CountedSequences(counted.sequence)
+            )
+        return Head(
+            server_round=body.server_round,
+            commit_hash=body_hash(raw),
+            model_hash=body.model_hash,
+            owners=body.owners,
+            scale_bits=body.next_scale_bits,
+            clip_bound=body.next_clip_bound,
+            stop=body.stop,
+            counted=table,
+            norms=(*self.norms, *(counted.norm for counted in body.counted))[-history:],
+            maxima=(*self.maxima, *(counted.max_abs for counted in body.counted))[-history:],
+            last_clients=tuple(counted.client for counted in body.counted),
+        )
+
+    def was_counted(self, client: str, sequence: int) -> bool:
+        """Whether a commit counted this sequence of `client`, or must never count it."""
+        known = self.counted.get(client)
+        return known is not None and known.holds(sequence)
+
+    def digest(self, federation: Federation) -> bytes:
+        """Hash of the replicated state outside the vectors, with the roster and the members."""
+        facts = (
+            self.server_round,
+            self.owners,
+            self.scale_bits,
+            self.clip_bound,
+            self.stop,
+            sorted((client, entry.highest, entry.below) for client, entry in self.counted.items()),
+            self.norms,
+            self.maxima,
+            federation.roster,
+            sorted(federation.member_by_id),
+        )
+        return digest("head", encode(facts))
+
+
+def initial_head(federation: Federation, model_hash: bytes) -> Head:
+    """The head of round 0."""
+    return Head(
+        server_round=0,
+        commit_hash=federation.fingerprint,
+        model_hash=model_hash,
+        owners=balanced_owners(federation.schema, federation.roster, federation.roster, 1),
+        scale_bits=None,
+        clip_bound=float("inf"),
+        stop="",
+        counted={},
+        norms=(),
+        maxima=(),
+        last_clients=(),
+    )
+
+
+def balanced_owners(
+    schema: Schema, roster: tuple[str, ...], live: tuple[str, ...], server_round: int
+) -> tuple[int, ...]:
+    """Owners (roster indices) of each shard among the `live` brokers, no broker with more than its even share.
+
+    Rendezvous hashing with a bound on load: Thaler and Ravishankar, "Using name-based mappings to increase hit rates"
+    (1998); Mirrokni et al., "Consistent hashing with bounded loads" (2018).
+    """
+    shards = schema.shards
+    candidates = [index for index, node in enumerate(roster) if node in live]
+    bound = -(-len(shards) // len(candidates))
+    load = dict.fromkeys(candidates, 0)
+    owners = []
+    for shard in shards:
+        key = shard.index.to_bytes(4, "little") + server_round.to_bytes(8, "little")
+        free = [index for index in candidates if load[index] < bound]
+        owner = max(free, key=lambda index: digest("owner", key, bytes.fromhex(roster[index])))
+        load[owner] += 1
+        owners.append(owner)
+    return tuple(owners)

@@ -1,0 +1,183 @@
+"""Between a torch model and the flat federated state. Imports torch: only clients, `init` and `export` load this.
+
+Values cross between a parameter's dtype and float32 by torch's casts on the CPU (round to nearest, ties to even), so
+that every client puts the same bits into its model.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ravnest_fed.errors import RecipeError, SchemaMismatch
+from ravnest_fed.hashing import digest
+from ravnest_fed.parameters import Float32, Int64, Kind, ModelState, Schema, TensorSpec
+
+COUNTER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of integer buffers that are federated."""
+
+
+def schema_of(model: nn.Module, shard_size: int) -> Schema:
+    """What of `model` is federated, cut into shards of `shard_size` values.
+
+    Federated are the trainable floating-point parameters and the persistent buffers, in the model's own order; a tensor
+    with several names goes by its first, and the others are its aliases. Frozen parameters and persistent buffers of
+    other dtypes are not; their bytes enter `frozen_hash`. Raises RecipeError for a parameter that cannot be federated.
+    """
+    parameters: list[TensorSpec] = []
+    buffers: list[TensorSpec] = []
+    counters: list[TensorSpec] = []
+    frozen: list[bytes] = []
+    aliases: list[tuple[str, str]] = []
+    first_names: dict[int, str] = {}
+    for name, tensor, is_parameter in _persistent(model):
+        first = first_names.setdefault(id(tensor), name)
+        if first != name:
+            aliases.append((name, first))
+            continue
+        if is_lazy(tensor):
+            raise RecipeError(f"parameter {name} has no shape yet", "run one batch through the model in model()")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        spec = TensorSpec(name, tuple(tensor.shape), dtype)
+        if is_parameter and tensor.requires_grad:
+            if not tensor.is_floating_point():
+                raise RecipeError(f"parameter {name} is {dtype}", "train real floating-point parameters only")
+            parameters.append(spec)
+        elif not is_parameter and tensor.is_floating_point():
+            # A variance is never negative, whatever the mean of coded deltas says.
+            least = 0.0 if name.endswith("running_var") else None
+            buffers.append(TensorSpec(name, spec.shape, dtype, least))
+        elif not is_parameter and tensor.dtype in COUNTER_DTYPES:
+            counters.append(spec)
+        else:
+            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            for part in (name.encode(), str(spec.shape).encode(), dtype.encode(), content.tobytes()):
+                frozen += [len(part).to_bytes(8, "little"), part]
+    return Schema(
+        tuple(parameters),
+        tuple(buffers),
+        tuple(counters),
+        digest("frozen parameters", *frozen).hex(),
+        shard_size,
+        tuple(aliases),
+    )
+
+
+def read_state(model: nn.Module, schema: Schema) -> ModelState:
+    """The federated values of `model`. Raises SchemaMismatch for a tensor that is missing or has another shape."""
+    state = ModelState.zeros(schema)
+    for name, kind, spec, tensor in _federated(model, schema):
+        wide = torch.int64 if kind == "counters" else torch.float32
+        state.view(schema, name)[...] = tensor.detach().cpu().to(wide).numpy().reshape(spec.shape)
+    return state
+
+
+@torch.no_grad()
+def write_state(model: nn.Module, schema: Schema, state: ModelState) -> None:
+    """Put `state` into `model`, in place, in each tensor's dtype and on its device. Raises as `read_state` does."""
+    for name, _, _, tensor in _federated(model, schema):
+        tensor.copy_(_cast(state, schema, name, tensor.dtype))
+
+
+def delta_between(model: nn.Module, schema: Schema, base: ModelState) -> tuple[Float32, Int64]:
+    """What training changed since `write_state(model, schema, base)`.
+
+    The base is taken as the model's dtype held it, so that an untouched model gives exactly zero. Returns base -
+    model in the layout of the float32 vector, and model - base in the layout of the int64 vector.
+    """
+    delta, advance = ModelState.zeros(schema)
+    changes = ModelState(delta, advance)
+    for name, kind, spec, tensor in _federated(model, schema):
+        before, after = _cast(base, schema, name, tensor.dtype), tensor.detach().cpu()
+        if kind == "counters":
+            change = after.to(torch.int64) - before.to(torch.int64)
+        else:
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            change = (before.to(wide) - after.to(wide)).to(torch.float32)
+        changes.view(schema, name)[...] = change.numpy().reshape(spec.shape)
+    return delta, advance
+
+
+@torch.no_grad()
+def load_frozen(model: nn.Module, schema: Schema, initial: Path) -> None:
+    """Put what `schema` does not federate into `model` from the safetensors file `initial`, in place.
+
+    Raises SchemaMismatch for a tensor that is missing or has another shape or dtype.
+    """
+    federated = schema.offsets.keys() | {alias for alias, _ in schema.aliases}
+    with safe_open(initial, framework="pt") as file:
+        held = set(file.keys())
+        for name, tensor in model.state_dict().items():
+            if name in federated:
+                continue
+            value = file.get_tensor(name) if name in held else None
+            if value is None or value.shape != tensor.shape or value.dtype != tensor.dtype:
+                raise SchemaMismatch(
+                    f"the initial model holds no tensor {name} of {list(tensor.shape)} {tensor.dtype}",
+                    "use the federation's own recipe",
+                )
+            tensor.copy_(value)
+
+
+def initial_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole state dict of `model`, for a safetensors file: contiguous copies on the CPU, every name its own.
+
+    Raises RecipeError for an entry that is no tensor, which such a file cannot hold.
+    """
+    tensors = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise RecipeError(f"the model's state dict holds {name}, a {type(value).__name__}", "keep tensors only")
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return tensors
+
+
+def export_state_dict(
+    schema: Schema, state: ModelState, initial: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """`initial` (every tensor of the model's state dict, frozen ones included) with `state` in place of its federated
+    values, each in its own dtype and under each of its names; the recipe's plain model loads it.
+
+    Raises SchemaMismatch if `initial` lacks a federated tensor.
+    """
+    tensors = dict(initial)
+    names = [(name, name) for name in schema.offsets] + list(schema.aliases)
+    for name, source in names:
+        if name not in tensors or tuple(tensors[name].shape) != schema.offsets[source][2].shape:
+            raise SchemaMismatch(f"the initial model holds no tensor {name} of the schema's shape")
+        tensors[name] = _cast(state, schema, source, tensors[name].dtype)
+    return tensors
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    """Every parameter and persistent buffer under every name: name, tensor, whether it is a parameter."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter, True
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:
+            yield name, buffer, False
+
+
+def _federated(model: nn.Module, schema: Schema) -> Iterator[tuple[str, Kind, TensorSpec, torch.Tensor]]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers(remove_duplicate=False))}
+    for name, (kind, _, spec) in schema.offsets.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise SchemaMismatch(f"the model holds no tensor {name}", "use the federation's own recipe")
+        if tuple(tensor.shape) != spec.shape:
+            raise SchemaMismatch(
+                f"{name} has the shape {list(tensor.shape)}, the federation's schema {list(spec.shape)}",
+                "use the federation's own recipe",
+            )
+        yield name, kind, spec, tensor
+
+
+def _cast(state: ModelState, schema: Schema, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Tensor `name` of `state`, copied, in `dtype`, on the CPU."""
+    return torch.from_numpy(np.array(state.view(schema, name))).to(dtype)

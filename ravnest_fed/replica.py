@@ -1,0 +1,117 @@
+"""A replica: the model's federated values and the outer optimiser's state, folded commit by commit.
+
+Folding is elementwise float32 arithmetic in a fixed order, so every replica that folds the same commits holds the same
+bits, and the state hash proves it. A preview computes that hash without keeping the result, shard by shard, so that no
+second copy of the state is needed; folding then repeats the same steps in place.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest_fed import codecs
+from ravnest_fed.aggregation import outer
+from ravnest_fed.aggregation.reduce import BUFFER_CODEC
+from ravnest_fed.codecs.counters import decode_counters
+from ravnest_fed.errors import LedgerError, PayloadError
+from ravnest_fed.federation import Federation
+from ravnest_fed.hashing import digest, merkle_root
+from ravnest_fed.head import Head, initial_head
+from ravnest_fed.messages import Body, encode
+from ravnest_fed.parameters import Float32, ModelState, Schema, Shard
+
+ReadUpdate = Callable[[int], bytes]
+"""Gives the encoded update of a shard by its index."""
+
+
+@dataclass(frozen=True)
+class FoldedHashes:
+    """What folding a body gives: the hash of the model alone, and of the whole replicated state."""
+
+    model_hash: bytes
+    state_hash: bytes
+
+
+def model_hash(schema: Schema, state: ModelState) -> bytes:
+    """Merkle root over the federated values, by shard."""
+    return merkle_root("model", [_leaf(state.shard(shard)) for shard in schema.shards])
+
+
+def _leaf(values: np.ndarray) -> bytes:  # type: ignore[type-arg]
+    little = values if values.dtype.str[0] in "<|" else values.astype(values.dtype.newbyteorder("<"))
+    return digest("values", memoryview(np.ascontiguousarray(little)).cast("B") if little.size else b"")
+
+
+class Replica:
+    """The vectors after `head.server_round`. Not thread-safe: one caller at a time."""
+
+    def __init__(self, federation: Federation, initial: ModelState) -> None:
+        self.federation = federation
+        self.schema = federation.schema
+        self.state = initial
+        strategy = federation.strategy
+        self._outer = outer.get(strategy.name, strategy.learning_rate, strategy.momentum, strategy.nesterov)
+        size = self.schema.parameter_stop
+        self.outer_state = {name: np.zeros(size, np.float32) for name in self._outer.state_names()}
+        self._minima = self._buffer_minima()
+        self.head: Head = initial_head(federation, model_hash(self.schema, initial))
+
+    def preview(self, body: Body, raw: bytes, read_update: ReadUpdate) -> FoldedHashes:
+        """The hashes that folding `body` would give; nothing is kept. Raises PayloadError for a damaged update."""
+        return self._walk(body, raw, read_update, keep=False)
+
+    def fold(self, body: Body, raw: bytes, read_update: ReadUpdate) -> None:
+        """Fold a committed body in place. Raises LedgerError if the result is not the state that the body promises."""
+        if body.parent != self.head.commit_hash:
+            raise LedgerError(f"round {body.server_round} does not follow round {self.head.server_round}")
+        hashes = self._walk(body, raw, read_update, keep=True)
+        if hashes != FoldedHashes(body.model_hash, body.state_hash):
+            raise LedgerError(
+                f"folding round {body.server_round} gave another state than a majority committed",
+                "this replica is damaged: start it again so that it is built anew from its ledger",
+            )
+        self.head = self.head.after(body, raw, self.federation.strategy.norm_history)
+
+    def _walk(self, body: Body, raw: bytes, read_update: ReadUpdate, keep: bool) -> FoldedHashes:
+        leaves, outer_leaves = [], []
+        for shard in self.schema.shards:
+            values, vectors = self._folded(shard, read_update(shard.index), keep)
+            leaves.append(_leaf(values))
+            outer_leaves += [_leaf(vector) for vector in vectors]
+        model = merkle_root("model", leaves)
+        after = self.head.after(body, raw, self.federation.strategy.norm_history)
+        facts = encode((model, merkle_root("outer", outer_leaves), after.digest(self.federation)))
+        return FoldedHashes(model, digest("state", facts))
+
+    def _folded(self, shard: Shard, payload: bytes, keep: bool) -> tuple[np.ndarray, list[Float32]]:  # type: ignore[type-arg]
+        values = self.state.shard(shard)
+        if not keep:
+            values = values.copy()
+        if shard.kind == "counters":
+            outer.fold_counters(values, decode_counters(payload, shard.count))
+            return values, []
+        if shard.kind == "buffers":
+            start = shard.start - self.schema.parameter_stop
+            minima = self._minima[start : start + shard.count]
+            outer.fold_buffers(values, BUFFER_CODEC.decode(payload, shard.count), minima)
+            return values, []
+        update = codecs.get(self.federation.codecs.down).decode(payload, shard.count)
+        vectors = [vector[shard.start : shard.stop] for vector in self.outer_state.values()]
+        if not keep:
+            vectors = [vector.copy() for vector in vectors]
+        self._outer.step(values, update, tuple(vectors))
+        if not np.isfinite(values).all():
+            raise PayloadError(f"the update of shard {shard.index} makes parameters that are not finite")
+        return values, vectors
+
+    def _buffer_minima(self) -> Float32:
+        minima = np.full(self.schema.vector_size - self.schema.parameter_stop, -np.inf, np.float32)
+        for spec in self.schema.buffers:
+            _, offset, _ = self.schema.offsets[spec.name]
+            start = offset - self.schema.parameter_stop
+            if spec.minimum is not None:
+                minima[start : start + spec.count] = np.float32(spec.minimum)
+        return minima
+
+

@@ -1,0 +1,231 @@
+"""Chunked transfer of blobs: who asks whom for which chunk. No socket, no file, no clock.
+
+Every blob is pulled: whoever needs it asks a donor for chunks, checks each against the blob's hash and asks for the
+next, so that a slow receiver slows its source and no buffer grows. Outstanding requests are the credit window: it aims
+at about one and a half seconds of bytes and is kept for each donor over all its blobs. A donor that makes no progress
+for `STALL_SECONDS` is left for the others; chunks that arrived are kept.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ravnest_fed.hashing import CHUNK_SIZE, DIGEST_SIZE, blob_hash, blob_hash_of, chunk_count, chunk_hash, chunks
+from ravnest_fed.messages import CHUNK_LIST, MAX_WANTED, Absent, BlobRef, Chunk, Want
+
+STALL_SECONDS = 8.0
+MIN_WINDOW = 3
+MAX_WINDOW = 10
+WINDOW_SECONDS = 1.5
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Effect: send `want` to `donor`."""
+
+    donor: str
+    want: Want
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Effect: store a verified chunk of the blob `ref` names."""
+
+    ref: BlobRef
+    index: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Effect: every chunk of the blob was kept; make it durable and use it."""
+
+    ref: BlobRef
+
+
+@dataclass(frozen=True)
+class FetchFailed:
+    """Effect: no donor is left that holds the blob. `lying` names donors whose bytes had the wrong hash."""
+
+    ref: BlobRef
+    lying: tuple[str, ...]
+
+
+TransferEffect = Ask | Keep | Fetched | FetchFailed
+
+
+@dataclass
+class _Donor:
+    outstanding: dict[tuple[bytes, int], float] = field(default_factory=dict)
+    progress: float = 0.0
+    rate: float = 0.0
+
+    def room(self) -> int:
+        window = int(self.rate * WINDOW_SECONDS / CHUNK_SIZE)
+        return max(MIN_WINDOW, min(MAX_WINDOW, window)) - len(self.outstanding)
+
+
+@dataclass
+class _Download:
+    ref: BlobRef
+    donors: list[str]
+    hashes: list[bytes] | None = None
+    missing: deque[int] = field(default_factory=deque)
+    arrived: int = 0
+    lying: list[str] = field(default_factory=list)
+
+
+class Downloads:
+    """All transfers that one node receives. Methods take what happened and the time (s), and return effects in order."""
+
+    def __init__(self) -> None:
+        self._downloads: dict[bytes, _Download] = {}
+        self._donors: dict[str, _Donor] = {}
+
+    def __contains__(self, blob: bytes) -> bool:
+        return blob in self._downloads
+
+    def start(self, ref: BlobRef, donors: list[str], now: float) -> list[TransferEffect]:
+        """Begin to fetch `ref` from any of `donors`, or add them to a transfer that runs already."""
+        if ref.inline:
+            if len(ref.inline) == ref.length and blob_hash(ref.inline) == ref.hash:
+                self._downloads.pop(ref.hash, None)
+                kept = [Keep(ref, index, bytes(chunk)) for index, chunk in enumerate(chunks(ref.inline))]
+                return [*kept, Fetched(ref)]
+            return [FetchFailed(ref, tuple(donors))]
+        running = self._downloads.get(ref.hash)
+        if running is None:
+            running = self._downloads[ref.hash] = _Download(ref.bare(), [])
+            running.missing.append(0 if chunk_count(ref.length) == 1 else CHUNK_LIST)
+        running.donors += [donor for donor in donors if donor not in running.donors]
+        if not running.donors:
+            return self._fail(running)
+        return self._ask(now)
+
+    def cancel(self, blob: bytes) -> None:
+        """Forget the transfer of `blob`."""
+        self._downloads.pop(blob, None)
+        for donor in self._donors.values():
+            for key in [key for key in donor.outstanding if key[0] == blob]:
+                del donor.outstanding[key]
+
+    def on_chunk(self, donor: str, chunk: Chunk, now: float) -> list[TransferEffect]:
+        """A chunk arrived; one that nobody asked this donor for is ignored."""
+        source = self._donors.get(donor)
+        if source is None or source.outstanding.pop((chunk.blob, chunk.index), None) is None:
+            return []
+        elapsed = max(now - source.progress, 1e-4)
+        rate = len(chunk.data) / elapsed
+        source.rate = rate if source.rate == 0.0 else 0.8 * source.rate + 0.2 * rate
+        source.progress = now
+        running = self._downloads.get(chunk.blob)
+        if running is None:
+            return self._ask(now)
+        effects: list[TransferEffect] = []
+        if chunk.index == CHUNK_LIST:
+            size = len(chunk.data)
+            hashes = [bytes(chunk.data[i : i + DIGEST_SIZE]) for i in range(0, size, DIGEST_SIZE)]
+            if (
+                size != chunk_count(running.ref.length) * DIGEST_SIZE
+                or blob_hash_of(running.ref.length, hashes) != running.ref.hash
+            ):
+                return self._liar(running, donor, chunk.index, now)
+            running.hashes = hashes
+            running.missing.extend(range(len(hashes)))
+        else:
+            if not self._genuine(running, chunk):
+                return self._liar(running, donor, chunk.index, now)
+            running.arrived += 1
+            effects.append(Keep(running.ref, chunk.index, chunk.data))
+            if running.arrived == chunk_count(running.ref.length):
+                del self._downloads[chunk.blob]
+                effects.append(Fetched(running.ref))
+        return effects + self._ask(now)
+
+    def on_absent(self, donor: str, absent: Absent, now: float) -> list[TransferEffect]:
+        """A donor does not hold the blob after all."""
+        running = self._downloads.get(absent.blob)
+        return self._leave(running, donor, now) if running else []
+
+    def donor_gone(self, donor: str, now: float) -> list[TransferEffect]:
+        """The connection to a donor is lost: others take over what it owed."""
+        effects: list[TransferEffect] = []
+        for running in list(self._downloads.values()):
+            if donor in running.donors:
+                effects += self._leave(running, donor, now)
+        self._donors.pop(donor, None)
+        return effects
+
+    def tick(self, now: float) -> list[TransferEffect]:
+        """Leave donors that owe chunks and made no progress for `STALL_SECONDS`."""
+        effects: list[TransferEffect] = []
+        for name, donor in list(self._donors.items()):
+            if donor.outstanding and now - donor.progress > STALL_SECONDS:
+                effects += self.donor_gone(name, now)
+        return effects
+
+    def _genuine(self, running: _Download, chunk: Chunk) -> bool:
+        if running.hashes is None:
+            length = running.ref.length
+            return len(chunk.data) == length and blob_hash_of(length, [chunk_hash(chunk.data)]) == running.ref.hash
+        return chunk_hash(chunk.data) == running.hashes[chunk.index]
+
+    def _liar(self, running: _Download, donor: str, index: int, now: float) -> list[TransferEffect]:
+        running.missing.appendleft(index)
+        running.lying.append(donor)
+        return self._leave(running, donor, now)
+
+    def _leave(self, running: _Download, donor: str, now: float) -> list[TransferEffect]:
+        if donor in running.donors:
+            running.donors.remove(donor)
+        source = self._donors.get(donor)
+        for key in [key for key in source.outstanding if key[0] == running.ref.hash] if source else []:
+            assert source is not None
+            del source.outstanding[key]
+            running.missing.appendleft(key[1])
+        if not running.donors:
+            return self._fail(running)
+        return self._ask(now)
+
+    def _fail(self, running: _Download) -> list[TransferEffect]:
+        self.cancel(running.ref.hash)
+        return [FetchFailed(running.ref, tuple(running.lying))]
+
+    def _ask(self, now: float) -> list[TransferEffect]:
+        effects: list[TransferEffect] = []
+        for running in self._downloads.values():
+            progressed = True
+            while running.missing and progressed:
+                progressed = False
+                for name in running.donors:
+                    donor = self._donors.setdefault(name, _Donor())
+                    room = min(donor.room(), len(running.missing), MAX_WANTED)
+                    if room <= 0:
+                        continue
+                    share = max(1, min(room, -(-len(running.missing) // len(running.donors))))
+                    indices = tuple(running.missing.popleft() for _ in range(share))
+                    if not donor.outstanding:
+                        donor.progress = now
+                    for index in indices:
+                        donor.outstanding[(running.ref.hash, index)] = now
+                    effects.append(Ask(name, Want(running.ref.hash, indices)))
+                    progressed = True
+        return effects
+
+
+class BlobSource(Protocol):
+    """Where chunks to serve are read from."""
+
+    def read_chunk(self, blob: bytes, index: int) -> bytes | None:
+        """Chunk `index` of `blob`, its chunk list for `CHUNK_LIST`, or None if it is not held."""
+
+
+def serve(want: Want, source: BlobSource) -> list[Chunk | Absent]:
+    """The answers to a `want` from what `source` holds."""
+    answers: list[Chunk | Absent] = []
+    for index in want.indices[:MAX_WANTED]:
+        data = source.read_chunk(want.blob, index)
+        if data is None:
+            return [*answers, Absent(want.blob)]
+        answers.append(Chunk(want.blob, index, data))
+    return answers
