@@ -13,7 +13,6 @@ from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
 from ravnest_fed.messages import BlobRef, Manifest, Reason, open_signed
 
-
 MAX_ABS = 2.0**64
 """No delta of a training that goes well holds a greater value; the first round has no other bound."""
 
@@ -43,7 +42,8 @@ def check_manifest(
 def _check_base(federation: Federation, head: Head, manifest: Manifest, highest_sequence: int) -> None:
     if manifest.base_round < head.server_round or manifest.last_round < head.server_round + 1:
         raise AdmissionRefused(
-            Reason.OUT_OF_DATE, f"the contribution is based on round {manifest.base_round}, the head is {head.server_round}"
+            Reason.OUT_OF_DATE,
+            f"the contribution is based on round {manifest.base_round}, the head is {head.server_round}",
         )
     if manifest.base_round != head.server_round or manifest.base_hash != head.commit_hash:
         raise AdmissionRefused(Reason.WRONG_BASE, "the contribution's base is not the head", "fetch the commits first")
@@ -92,7 +92,8 @@ def _check_payload(federation: Federation, head: Head, manifest: Manifest, shard
     for shard, ref in zip(schema.shards, shards, strict=True):
         if not 0 < ref.length <= max_payload(federation, shard.kind, shard.count):
             raise AdmissionRefused(
-                Reason.WRONG_LENGTH, f"shard {shard.index} has {ref.length} bytes, which its {shard.count} values cannot"
+                Reason.WRONG_LENGTH,
+                f"shard {shard.index} has {ref.length} bytes, which its {shard.count} values cannot",
             )
     if not (math.isfinite(manifest.norm) and math.isfinite(manifest.max_abs)):
         raise AdmissionRefused(Reason.NOT_FINITE, "the delta's norm is not finite")

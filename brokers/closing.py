@@ -27,7 +27,9 @@ def readiness(rounds: Rounds, arrived: int, expected: int, minimum_since: float 
     at = since + rounds.grace_seconds
     if arrived >= wanted or now >= at:
         return Readiness(True, now, "closing")
-    return Readiness(False, at, f"waiting for {wanted - arrived} more of {wanted}, {max(0.0, at - now):.0f} s grace left")
+    return Readiness(
+        False, at, f"waiting for {wanted - arrived} more of {wanted}, {max(0.0, at - now):.0f} s grace left"
+    )
 
 
 def expected_clients(

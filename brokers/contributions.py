@@ -117,6 +117,4 @@ class Contributions:
         roster = self._federation.roster
         present = tuple(node for node in roster if node in live)
         spare = balanced_owners(self._federation.schema, roster, present, self._head.server_round + 1)
-        return tuple(
-            owner if roster[owner] in live else spare[shard] for shard, owner in enumerate(self._head.owners)
-        )
+        return tuple(owner if roster[owner] in live else spare[shard] for shard, owner in enumerate(self._head.owners))

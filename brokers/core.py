@@ -165,7 +165,7 @@ class BrokerCore:
                 effects = self.round.on_reduced(event, now)
             case Previewed():
                 effects = self.round.on_previewed(event, now)
-            case Examined(raw, finding):
+            case Examined():
                 effects = self._on_examined(event, now)
             case Tick(wall):
                 effects = self._tick(wall, now)
@@ -217,17 +217,15 @@ class BrokerCore:
             return self._ask_for_commits(node_id, True, about - 1)
         return []
 
-    def _on_announcement(
-        self, node_id: str, signed: Signed, shards: tuple[BlobRef, ...], now: float
-    ) -> list[Effect]:
+    def _on_announcement(self, node_id: str, signed: Signed, shards: tuple[BlobRef, ...], now: float) -> list[Effect]:
         manifest_hash = signed_hash(signed)
         if self.round.contributions.get(manifest_hash) is not None:
             return []
         try:
             manifest = check_manifest(self.federation, self.head, signed, shards, 0)
         except AdmissionRefused:
-            manifest = open_signed(Manifest, signed, self.federation.public_key(signed.node_id))
-            early = manifest is not None and manifest.base_round == self.head.server_round + 1
+            opened = open_signed(Manifest, signed, self.federation.public_key(signed.node_id))
+            early = opened is not None and opened.base_round == self.head.server_round + 1
             if early and len(self._early) < MAX_EARLY:
                 self._early.append((node_id, Announcement(signed, shards)))
             return []

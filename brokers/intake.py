@@ -100,9 +100,7 @@ class Intake:
             if lying:
                 del self._uploads[manifest_hash]
                 text = "the payload's bytes have another hash than the manifest signs"
-                effects += self._refuse(
-                    upload.session, manifest_hash, Reason.WRONG_HASH, text, upload.manifest.client
-                )
+                effects += self._refuse(upload.session, manifest_hash, Reason.WRONG_HASH, text, upload.manifest.client)
         return effects
 
     def on_inspected(self, event: Inspected, head: Head) -> list[Effect]:

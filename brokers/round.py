@@ -360,7 +360,11 @@ class OpenRound:
 
     def _on_shard_reduced(self, node_id: str, notice: ShardReduced) -> list[Effect]:
         shards = self.federation.schema.shards
-        if not 0 <= notice.shard < len(shards) or len(self._updates) > 64 or len(self._expected_updates) > 4 * len(shards):
+        if (
+            not 0 <= notice.shard < len(shards)
+            or len(self._updates) > 64
+            or len(self._expected_updates) > 4 * len(shards)
+        ):
             return []
         if notice.update.hash in self._present:
             self._updates.setdefault(notice.reduction_hash, {})[notice.shard] = notice.update.bare()
@@ -486,7 +490,9 @@ class OpenRound:
     def _progress(self, now: float) -> None:
         """Something moved: the view's time begins anew. Jitter is a hash, so that a replay gives the same times."""
         span = min(VIEW_SECONDS * 2.0 ** min(self._view_changes, 8), MAX_VIEW_SECONDS)
-        salt = digest("view jitter", self._me.encode(), self.server_round.to_bytes(8, "little"), bytes([self._view_changes % 256]))
+        salt = digest(
+            "view jitter", self._me.encode(), self.server_round.to_bytes(8, "little"), bytes([self._view_changes % 256])
+        )
         self._view_deadline = now + span * (1.0 + salt[0] / 512.0)
 
     # --- small things ------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from ravnest_fed.messages import (
     encode,
 )
 from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, AllowList, Line, Port, make_context
-from ravnest_fed.replica import Replica
+from ravnest_fed.replica import Replica, updates_of
 from ravnest_fed.transfer import Ask, Downloads, Fetched, FetchFailed, Keep, TransferEffect, serve
 
 KEY_FILE = "broker.key"
@@ -80,7 +80,7 @@ class BrokerServer:
         if self.replica.head.model_hash.hex() != self.federation.federation.model_hash:
             raise SchemaMismatch(f"{folder / INITIAL_MODEL} is not the federation's initial model", "copy it again")
         for commit, body in self.ledger.commits():
-            self.replica.fold(body, commit.body, lambda shard, body=body: self.ledger.blobs.read(body.updates[shard].hash))
+            self.replica.fold(body, commit.body, updates_of(body, self.ledger.blobs))
         self.bench = Workbench(self.federation, self.replica, self.ledger.blobs, self.ledger.spool)
         self._welcome = (
             self.ledger.blobs.put((folder / FILE_NAME).read_bytes()),
@@ -335,9 +335,11 @@ class BrokerServer:
 
     def _fail(self, error: BaseException) -> None:
         """What cannot be written or folded ends this broker; the others go on."""
-        known = isinstance(error, RavnestError)
-        self._failed = error if known else LedgerError(f"{type(error).__name__}: {error}", "see the log")  # type: ignore[assignment]
-        self._failed.__cause__ = None if known else error  # type: ignore[union-attr]
+        if isinstance(error, RavnestError):
+            self._failed = error
+        else:
+            self._failed = LedgerError(f"{type(error).__name__}: {error}", "see the log")
+            self._failed.__cause__ = error
         self._stopped.set()
 
     # --- blobs -------------------------------------------------------------------------------------------------------
@@ -355,7 +357,9 @@ class BrokerServer:
         return self._store(into).has(blob)
 
     def _store(self, into: fx.Store) -> MemoryBlobs | DiskBlobs:
-        return {"ledger": self.ledger.blobs, "spool": self.ledger.spool, "memory": self._memory}[into]
+        if into == "memory":
+            return self._memory
+        return self.ledger.blobs if into == "ledger" else self.ledger.spool
 
     def _apply_transfer(self, effects: list[TransferEffect]) -> None:
         for effect in effects:
@@ -368,12 +372,15 @@ class BrokerServer:
                 case Keep(ref, index, data):
                     self._store(self._stores.get(ref.hash, "memory")).keep_chunk(ref, index, data)
                 case Fetched(ref):
-                    future = self._disk.submit(self._finish, ref)
-                    future.add_done_callback(lambda done, ref=ref: self._loop.call_soon_threadsafe(self._finished, done, ref))
+                    self._finish_fetching(ref)
                 case FetchFailed(ref, lying):
                     self._stores.pop(ref.hash, None)
                     self._also.pop(ref.hash, None)
                     self._loop.call_soon(self._handle, ev.Missed(ref.hash, lying))
+
+    def _finish_fetching(self, ref: BlobRef) -> None:
+        future = self._disk.submit(self._finish, ref)
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._finished, done, ref))
 
     def _finish(self, ref: BlobRef) -> None:
         """On the disk's thread: make a fetched blob durable, in every store that wants it."""
@@ -439,7 +446,9 @@ class BrokerServer:
     def _status(self, after: int) -> Status:
         core = self.core
         rows = self.ledger.rows(after)
-        rows = tuple(msgspec.structs.replace(row, bytes_down=self._down.get(row.server_round, row.bytes_down)) for row in rows)
+        rows = tuple(
+            msgspec.structs.replace(row, bytes_down=self._down.get(row.server_round, row.bytes_down)) for row in rows
+        )
         evaluated = self.ledger.evaluated()
         rounds = [row.server_round for row in rows] or [core.head.server_round]
         metrics = {number: self._metrics(number) for number in rounds}
@@ -466,5 +475,9 @@ class BrokerServer:
     def _log_round(self, body: Any) -> None:
         metrics = {name: round(value, 4) for name, value in body.metrics.items()}
         self.log.info(
-            "round committed", round=body.server_round, contributions=len(body.counted), before=metrics, stop=body.stop or None
+            "round committed",
+            round=body.server_round,
+            contributions=len(body.counted),
+            before=metrics,
+            stop=body.stop or None,
         )

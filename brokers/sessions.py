@@ -52,7 +52,8 @@ class Sessions:
             return Refused(Reason.UNKNOWN_CLIENT, "this key is not a member's: ask the operator for a link")
         if not operator and hello.recipe_hash != federation.federation.recipe_hash:
             return Refused(
-                Reason.WRONG_RECIPE, "the recipe differs from the one that the federation signs: get the operator's file"
+                Reason.WRONG_RECIPE,
+                "the recipe differs from the one that the federation signs: get the operator's file",
             )
         made = Session(session, hello.node_id, operator)
         self.by_session[session] = made

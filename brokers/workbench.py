@@ -17,7 +17,7 @@ from ravnest_fed.decree import check_body, check_votes, order_of
 from ravnest_fed.errors import PayloadError, RavnestError
 from ravnest_fed.federation import Federation
 from ravnest_fed.messages import Body, Commit, Evidence, Manifest, Reason, RoundRow, decode
-from ravnest_fed.replica import ReadUpdate, Replica
+from ravnest_fed.replica import Replica, updates_of
 
 
 class Workbench:
@@ -81,7 +81,7 @@ class Workbench:
     def preview(self, task: Preview) -> Previewed:
         """The hashes that folding a draft would give."""
         try:
-            hashes = self.replica.preview(task.draft, b"", self._reader(task.draft))
+            hashes = self.replica.preview(task.draft, b"", updates_of(task.draft, self._store))
         except RavnestError as error:
             return Previewed(task.draft, b"", b"", str(error))
         return Previewed(task.draft, hashes.model_hash, hashes.state_hash, "")
@@ -93,7 +93,7 @@ class Workbench:
             if task.commit is not None:
                 check_votes(self.federation, task.commit)
             check_body(self.federation, self.replica.head, body, self._store.read(body.evidence.hash))
-            hashes = self.replica.preview(body, task.raw, self._reader(body))
+            hashes = self.replica.preview(body, task.raw, updates_of(body, self._store))
         except RavnestError as error:
             return Examined(task.raw, str(error))
         if hashes.model_hash != body.model_hash or hashes.state_hash != body.state_hash:
@@ -102,7 +102,7 @@ class Workbench:
 
     def fold(self, commit: Commit, body: Body) -> None:
         """Fold a commit for good. Raises LedgerError if it does not give the committed state."""
-        self.replica.fold(body, commit.body, self._reader(body))
+        self.replica.fold(body, commit.body, updates_of(body, self._store))
 
     def row(self, body: Body, seconds: float) -> RoundRow:
         """What the ledger keeps of a round for people to see; bytes are filled in by whoever counts them."""
@@ -120,9 +120,6 @@ class Workbench:
             num_examples=tuple(one.num_examples for one in manifests),
             local_steps=tuple(one.local_steps for one in manifests),
         )
-
-    def _reader(self, body: Body) -> ReadUpdate:
-        return lambda shard: self._store.read(body.updates[shard].hash)
 
     def _sum(self, server_round: int, shard: int, scale_bits: int) -> ShardAccumulator:
         if server_round != self._sums_round:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,9 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("link")
-@click.option("--recipe", type=click.Path(path_type=Path), required=True, help="The federation's recipe: file or folder.")
+@click.option(
+    "--recipe", type=click.Path(path_type=Path), required=True, help="The federation's recipe: file or folder."
+)
 @click.option("--device", default="auto", show_default=True, help="A torch device, such as cpu, cuda:0 or mps.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads for training; torch's own choice by default.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
@@ -68,7 +69,9 @@ def _link_text(link: str) -> str:
 
 def _show(console: Console, told: Tell) -> None:
     fields = "  ".join(f"{name}={value}" for name, value in told.fields.items())
-    console.print(f"[yellow]{told.event}[/yellow]  {fields}" if told.warning else f"{told.event}  {fields}", markup=True)
+    console.print(
+        f"[yellow]{told.event}[/yellow]  {fields}" if told.warning else f"{told.event}  {fields}", markup=True
+    )
 
 
 def main() -> None:
@@ -77,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

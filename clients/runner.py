@@ -30,12 +30,24 @@ from ravnest_fed.errors import RavnestError, RemoteProtocolError, SchemaMismatch
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import Link
-from ravnest_fed.messages import Absent, BlobRef, Body, Chunk, Commit, Message, Want, WorkOrder, decode, decode_to_client, encode
+from ravnest_fed.messages import (
+    Absent,
+    BlobRef,
+    Body,
+    Chunk,
+    Commit,
+    Message,
+    Want,
+    WorkOrder,
+    decode,
+    decode_to_client,
+    encode,
+)
 from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, Line, make_context
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.partition import Partition
 from ravnest_fed.recipe import LoadedRecipe
-from ravnest_fed.replica import Replica
+from ravnest_fed.replica import Replica, updates_of
 from ravnest_fed.transfer import Ask, Downloads, Fetched, FetchFailed, Keep, TransferEffect, serve
 
 TICK_SECONDS = 0.1
@@ -196,7 +208,9 @@ class ClientRunner:
     def _read_federation(self, ref: BlobRef) -> ev.Event:
         federation = Federation.parse(self._blobs.read(ref.hash), "the broker's federation.toml")
         if federation.fingerprint != self.link.fingerprint:
-            raise WrongFederation("the broker's federation file is not the one that the link names", "ask for a new link")
+            raise WrongFederation(
+                "the broker's federation file is not the one that the link names", "ask for a new link"
+            )
         return ev.FederationRead(federation)
 
     def _open_commit(self, ref: BlobRef) -> ev.Event:
@@ -232,7 +246,7 @@ class ClientRunner:
     def _fold(self, server_round: int) -> ev.Event:
         assert self.replica is not None
         commit, body = self._commits.pop(server_round)
-        self.replica.fold(body, commit.body, lambda shard: self._blobs.read(body.updates[shard].hash))
+        self.replica.fold(body, commit.body, updates_of(body, self._blobs))
         for ref in body.updates:
             self._blobs.remove(ref.hash)
         return ev.Folded(self.replica.head)

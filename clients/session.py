@@ -166,9 +166,7 @@ class ClientSession:
         self.home = usable[0]
         self._hello_at = now
         server_round = self.head.server_round if self.head else -1
-        hello = Hello(
-            PROTOCOL_VERSION, self.link.fingerprint, self.identity.node_id, self._recipe_hash, server_round
-        )
+        hello = Hello(PROTOCOL_VERSION, self.link.fingerprint, self.identity.node_id, self._recipe_hash, server_round)
         return [fx.Send(self.home, hello)]
 
     def _give_up(self, now: float) -> list[fx.Effect]:
@@ -232,7 +230,9 @@ class ClientSession:
     def _on_welcome(self, welcome: Welcome) -> list[fx.Effect]:
         assert self.home is not None
         if welcome.federation != self.link.fingerprint:
-            return self._end("wrong federation", WrongFederation("the broker serves another federation", "check the link"))
+            return self._end(
+                "wrong federation", WrongFederation("the broker serves another federation", "check the link")
+            )
         first = not self._ever_greeted
         self._greeted = self._ever_greeted = True
         self._welcome = welcome
@@ -251,7 +251,9 @@ class ClientSession:
             Reason.UNKNOWN_CLIENT: KeyRefused,
         }
         error = kinds.get(refused.reason, RavnestError)
-        return self._end(refused.reason, error(f"{self.home} turned this client away ({refused.reason})", refused.text[:300]))
+        return self._end(
+            refused.reason, error(f"{self.home} turned this client away ({refused.reason})", refused.text[:300])
+        )
 
     def _on_federation(self, federation: Federation) -> list[fx.Effect]:
         self.federation = federation

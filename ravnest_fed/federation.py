@@ -189,7 +189,7 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _public_keys(self) -> dict[str, bytes]:
-        entries = (*self.brokers, *self.members)
+        entries: tuple[BrokerEntry | MemberEntry, ...] = (*self.brokers, *self.members)
         keys = {entry.node_id: bytes.fromhex(entry.public_key) for entry in entries}
         operator = bytes.fromhex(self.operator.public_key)
         keys[node_id_of(operator)] = operator
@@ -329,7 +329,9 @@ def check(federation: Federation, where: str) -> None:
         except ValueError:
             refuse("stop.date", f"{stop.date!r} is no date", "write it like 2030-01-31T18:00:00+00:00")
     if bool(stop.metric) != (stop.at_least is not None or stop.at_most is not None):
-        refuse("stop.metric", "needs a bound, and a bound a metric", "set stop.metric and stop.at_least or stop.at_most")
+        refuse(
+            "stop.metric", "needs a bound, and a bound a metric", "set stop.metric and stop.at_least or stop.at_most"
+        )
     if stop.rounds < 0:
         refuse("stop.rounds", f"is {stop.rounds}", "use 0 for no limit")
     _check_nodes(federation, refuse)
@@ -341,9 +343,11 @@ def _check_nodes(federation: Federation, refuse: Any) -> None:
         refuse("brokers", "is empty", "name at least one broker")
     if federation.federation.topology == "parameter-server" and len(federation.brokers) != 1:
         refuse("federation.topology", "parameter-server has one broker", "use butterfly for several")
-    names = [entry.name for entry in (*federation.brokers, *federation.members)]
-    keys = [entry.public_key for entry in (*federation.brokers, *federation.members)]
-    for value in (*keys, *(entry.curve_key for entry in (*federation.brokers, *federation.members))):
+    entries: tuple[BrokerEntry | MemberEntry, ...] = (*federation.brokers, *federation.members)
+    names = [entry.name for entry in entries]
+    keys = [entry.public_key for entry in entries]
+    operator = (federation.operator.public_key, federation.operator.curve_key)
+    for value in (*keys, *(entry.curve_key for entry in entries), *operator):
         try:
             if len(bytes.fromhex(value)) != 32:
                 raise ValueError

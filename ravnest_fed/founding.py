@@ -49,7 +49,9 @@ class Address:
             raise UsageError(f"{text!r} is no broker address", "write it like b1.example:7700")
         peer = numbers[1] if len(numbers) == 2 else numbers[0] + 1
         if peer == numbers[0] or peer > 65535:
-            raise UsageError(f"{text!r} leaves no port for the brokers' own traffic", "write it like b1.example:7700:7701")
+            raise UsageError(
+                f"{text!r} leaves no port for the brokers' own traffic", "write it like b1.example:7700:7701"
+            )
         return cls(host, numbers[0], peer)
 
     def reach(self, port: int) -> str:
@@ -159,7 +161,9 @@ def _initial(loaded: LoadedRecipe, seed: int, weights: Path | None, shard_size: 
         try:
             model.load_state_dict(safetensors.torch.load_file(weights))
         except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-            raise SchemaMismatch(f"{weights} does not fit the recipe's model: {error}", "use weights of this model") from None
+            raise SchemaMismatch(
+                f"{weights} does not fit the recipe's model: {error}", "use weights of this model"
+            ) from None
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = shard_size or default_shard_size(padded(count), brokers)
     schema = schema_of(model, size)

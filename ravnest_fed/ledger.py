@@ -72,7 +72,9 @@ class Ledger:
             if known is None:
                 self._db.execute("insert into meta values ('federation', ?)", (fingerprint,))
         except sqlite3.Error as error:
-            raise LedgerError(f"{self.path} cannot be opened: {error}", "is the disk full or the file damaged?") from None
+            raise LedgerError(
+                f"{self.path} cannot be opened: {error}", "is the disk full or the file damaged?"
+            ) from None
         if known is not None and known[0] != fingerprint:
             raise WrongFederation(
                 f"{folder} holds the ledger of another federation", "use an empty directory for each federation"
@@ -193,7 +195,9 @@ class Ledger:
 
     def evaluations(self, server_round: int) -> list[Signed]:
         """The evaluations of a round's model that arrived here."""
-        found = self._db.execute("select signed from evaluations where server_round = ? order by client", (server_round,))
+        found = self._db.execute(
+            "select signed from evaluations where server_round = ? order by client", (server_round,)
+        )
         return [decode(Signed, row[0]) for row in found]
 
     def evaluated(self) -> dict[str, int]:

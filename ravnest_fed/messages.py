@@ -78,7 +78,7 @@ class BlobRef(msgspec.Struct, frozen=True, array_like=True):
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 
-class WorkOrder(_Message):
+class WorkOrder(_Message, frozen=True):
     """What a broker asks of a client for one round. Signed by the broker; durations in seconds.
 
     `committed_steps` counts the local steps of all committed rounds, for learning rate schedules.
@@ -103,7 +103,7 @@ class WorkOrder(_Message):
         return self.micro_batch * self.accumulation * self.local_steps
 
 
-class Manifest(_Message):
+class Manifest(_Message, frozen=True):
     """The signed description of a delta. `payload_root` is the Merkle root over its shards' blob hashes.
 
     `norm` is the L2 norm and `max_abs` the greatest magnitude of the decoded parameters' delta; both are exact functions
@@ -129,7 +129,7 @@ class Manifest(_Message):
     order: Signed
 
 
-class Evaluation(_Message):
+class Evaluation(_Message, frozen=True):
     """What a client measured on the committed model of `server_round`."""
 
     federation: bytes
@@ -140,7 +140,7 @@ class Evaluation(_Message):
     metrics: dict[str, float]
 
 
-class Receipt(_Message):
+class Receipt(_Message, frozen=True):
     """A broker's word that a contribution was verified and stored: stop uploading."""
 
     federation: bytes
@@ -154,7 +154,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     shards: tuple[int, ...]
 
 
-class Inventory(_Message):
+class Inventory(_Message, frozen=True):
     """What a broker holds for `server_round`, as their owner; several inventories add up."""
 
     federation: bytes
@@ -162,7 +162,7 @@ class Inventory(_Message):
     holdings: tuple[Holding, ...]
 
 
-class Vote(_Message):
+class Vote(_Message, frozen=True):
     """A broker's vote for a body in a view."""
 
     federation: bytes
@@ -183,7 +183,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True):
     max_abs: float
 
 
-class Body(_Message):
+class Body(_Message, frozen=True):
     """What a round decided: the value of its Paxos decree. Holds neither the view nor this round's owners.
 
     `metrics` are the example-weighted means of what clients measured on the parent's model. `evidence` is the blob with
@@ -235,14 +235,14 @@ class Reduction(msgspec.Struct, frozen=True, array_like=True):
 # --- transfer --------------------------------------------------------------------------------------------------------
 
 
-class Want(_Message):
+class Want(_Message, frozen=True):
     """Asks for chunks of a blob by index; `CHUNK_LIST` asks for the list of its chunk hashes."""
 
     blob: bytes
     indices: tuple[int, ...]
 
 
-class Chunk(_Message):
+class Chunk(_Message, frozen=True):
     """One chunk of a blob, or its chunk list as concatenated hashes."""
 
     blob: bytes
@@ -250,7 +250,7 @@ class Chunk(_Message):
     data: bytes
 
 
-class Absent(_Message):
+class Absent(_Message, frozen=True):
     """The answer to a `Want` for a blob that this node does not hold."""
 
     blob: bytes
@@ -259,7 +259,7 @@ class Absent(_Message):
 # --- client and broker -----------------------------------------------------------------------------------------------
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """A client's or the operator's greeting; the newest one of a key supersedes its older session."""
 
     protocol: int
@@ -269,7 +269,7 @@ class Hello(_Message):
     server_round: int
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     """The broker's answer: where its ledger stands, and the highest sequence that it has seen of this client."""
 
     protocol: int
@@ -281,7 +281,7 @@ class Welcome(_Message):
     initial_model: BlobRef
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True):
     """A client or its contribution (`manifest_hash`) is turned away for a named reason."""
 
     reason: str
@@ -289,71 +289,71 @@ class Refused(_Message):
     manifest_hash: bytes = b""
 
 
-class OrderNotice(_Message):
+class OrderNotice(_Message, frozen=True):
     """A signed work order."""
 
     order: Signed
 
 
-class Waiting(_Message):
+class Waiting(_Message, frozen=True):
     """What the federation waits for, for the client to show."""
 
     server_round: int
     text: str
 
 
-class Offer(_Message):
+class Offer(_Message, frozen=True):
     """A client has a contribution to upload; the broker fetches the shards' blobs."""
 
     manifest: Signed
     shards: tuple[BlobRef, ...]
 
 
-class ReceiptNotice(_Message):
+class ReceiptNotice(_Message, frozen=True):
     """A signed receipt."""
 
     receipt: Signed
 
 
-class Skip(_Message):
+class Skip(_Message, frozen=True):
     """A client will send nothing for the round based on `base_round`, and says why."""
 
     base_round: int
     reason: str
 
 
-class EvaluationNotice(_Message):
+class EvaluationNotice(_Message, frozen=True):
     """A signed evaluation; brokers pass it on to each other."""
 
     evaluation: Signed
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """A client holds the model of `server_round`: send newer commits, or else a work order."""
 
     server_round: int
 
 
-class CommitsRequest(_Message):
+class CommitsRequest(_Message, frozen=True):
     """Asks for the commits after `server_round`."""
 
     server_round: int
 
 
-class CommitNotice(_Message):
+class CommitNotice(_Message, frozen=True):
     """A commit to fetch."""
 
     server_round: int
     commit: BlobRef
 
 
-class Goodbye(_Message):
+class Goodbye(_Message, frozen=True):
     """The sender leaves, on purpose."""
 
     reason: str
 
 
-class StatusRequest(_Message):
+class StatusRequest(_Message, frozen=True):
     """Asks for a broker's status and the rows of rounds after `server_round`."""
 
     server_round: int
@@ -384,7 +384,7 @@ class ClientRow(msgspec.Struct, frozen=True, array_like=True):
     bytes_down: int
 
 
-class Status(_Message):
+class Status(_Message, frozen=True):
     """Where a broker is and what it waits for."""
 
     broker: str
@@ -402,7 +402,7 @@ class Status(_Message):
 # --- broker and broker -----------------------------------------------------------------------------------------------
 
 
-class PeerHello(_Message):
+class PeerHello(_Message, frozen=True):
     """A broker's greeting to another, and its heartbeat."""
 
     protocol: int
@@ -411,7 +411,7 @@ class PeerHello(_Message):
     server_round: int
 
 
-class Presence(_Message):
+class Presence(_Message, frozen=True):
     """The clients that this broker has sessions with, and those that it saw go or skip in this round."""
 
     server_round: int
@@ -419,28 +419,28 @@ class Presence(_Message):
     away: tuple[str, ...]
 
 
-class Announcement(_Message):
+class Announcement(_Message, frozen=True):
     """The home broker admitted a contribution: its manifest, and the blobs that its owners fetch."""
 
     manifest: Signed
     shards: tuple[BlobRef, ...]
 
 
-class InventoryRequest(_Message):
+class InventoryRequest(_Message, frozen=True):
     """A proposer gathers what others hold for a round."""
 
     server_round: int
     view: int
 
 
-class InventoryNotice(_Message):
+class InventoryNotice(_Message, frozen=True):
     """A signed inventory."""
 
     server_round: int
     inventory: Signed
 
 
-class PlanNotice(_Message):
+class PlanNotice(_Message, frozen=True):
     """A proposer's plan: what to reduce, and which broker owns each shard (roster indices)."""
 
     view: int
@@ -448,7 +448,7 @@ class PlanNotice(_Message):
     owners: tuple[int, ...]
 
 
-class ShardReduced(_Message):
+class ShardReduced(_Message, frozen=True):
     """An owner's encoded mean of a shard for the reduction with this hash."""
 
     server_round: int
@@ -457,14 +457,14 @@ class ShardReduced(_Message):
     update: BlobRef
 
 
-class Prepare(_Message):
+class Prepare(_Message, frozen=True):
     """A proposer of a later view asks for promises."""
 
     server_round: int
     view: int
 
 
-class Promise(_Message):
+class Promise(_Message, frozen=True):
     """The promise to vote in no view below `view`, with the highest vote cast so far and its whole body."""
 
     server_round: int
@@ -473,14 +473,14 @@ class Promise(_Message):
     body: BlobRef | None
 
 
-class Refusal(_Message):
+class Refusal(_Message, frozen=True):
     """A request of a view below the promise; carries the highest promise made."""
 
     server_round: int
     promised: int
 
 
-class Propose(_Message):
+class Propose(_Message, frozen=True):
     """The proposer of a view puts a body to the vote."""
 
     server_round: int
@@ -488,7 +488,7 @@ class Propose(_Message):
     body: BlobRef
 
 
-class VoteNotice(_Message):
+class VoteNotice(_Message, frozen=True):
     """A signed vote."""
 
     server_round: int
@@ -500,17 +500,7 @@ ToBroker = (
     Hello | Ready | Offer | Skip | EvaluationNotice | CommitsRequest | Goodbye | StatusRequest | Want | Chunk | Absent
 )
 ToClient = (
-    Welcome
-    | Refused
-    | OrderNotice
-    | Waiting
-    | ReceiptNotice
-    | CommitNotice
-    | Goodbye
-    | Status
-    | Want
-    | Chunk
-    | Absent
+    Welcome | Refused | OrderNotice | Waiting | ReceiptNotice | CommitNotice | Goodbye | Status | Want | Chunk | Absent
 )
 ToPeer = (
     PeerHello
@@ -577,7 +567,8 @@ def decode(kind: type[T], raw: bytes) -> T:
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
-    return _decode(decoder, raw, f"a {kind.__name__}")
+    value: T = _decode(decoder, raw, f"a {getattr(kind, '__name__', kind)}")
+    return value
 
 
 def sign(identity: Identity, fact: Fact) -> Signed:

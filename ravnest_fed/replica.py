@@ -13,16 +13,22 @@ import numpy as np
 from ravnest_fed import codecs
 from ravnest_fed.aggregation import outer
 from ravnest_fed.aggregation.reduce import BUFFER_CODEC
+from ravnest_fed.blobs import BlobStore
 from ravnest_fed.codecs.counters import decode_counters
 from ravnest_fed.errors import LedgerError, PayloadError
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import digest, merkle_root
 from ravnest_fed.head import Head, initial_head
 from ravnest_fed.messages import Body, encode
-from ravnest_fed.parameters import Float32, ModelState, Schema, Shard
+from ravnest_fed.parameters import Float32, Int64, ModelState, Schema, Shard
 
 ReadUpdate = Callable[[int], bytes]
 """Gives the encoded update of a shard by its index."""
+
+
+def updates_of(body: Body, store: BlobStore) -> ReadUpdate:
+    """Reads the encoded update of `body` from `store`."""
+    return lambda shard: store.read(body.updates[shard].hash)
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,9 @@ def model_hash(schema: Schema, state: ModelState) -> bytes:
     return merkle_root("model", [_leaf(state.shard(shard)) for shard in schema.shards])
 
 
-def _leaf(values: np.ndarray) -> bytes:  # type: ignore[type-arg]
-    little = values if values.dtype.str[0] in "<|" else values.astype(values.dtype.newbyteorder("<"))
-    return digest("values", memoryview(np.ascontiguousarray(little)).cast("B") if little.size else b"")
+def _leaf(values: Float32 | Int64) -> bytes:
+    little = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    return digest("values", little.data.cast("B") if little.size else b"")
 
 
 class Replica:
@@ -84,13 +90,14 @@ class Replica:
         facts = encode((model, merkle_root("outer", outer_leaves), after.digest(self.federation)))
         return FoldedHashes(model, digest("state", facts))
 
-    def _folded(self, shard: Shard, payload: bytes, keep: bool) -> tuple[np.ndarray, list[Float32]]:  # type: ignore[type-arg]
-        values = self.state.shard(shard)
-        if not keep:
-            values = values.copy()
+    def _folded(self, shard: Shard, payload: bytes, keep: bool) -> tuple[Float32 | Int64, list[Float32]]:
         if shard.kind == "counters":
-            outer.fold_counters(values, decode_counters(payload, shard.count))
-            return values, []
+            counters = self.state.counters[shard.start : shard.stop]
+            counters = counters if keep else counters.copy()
+            outer.fold_counters(counters, decode_counters(payload, shard.count))
+            return counters, []
+        values = self.state.vector[shard.start : shard.stop]
+        values = values if keep else values.copy()
         if shard.kind == "buffers":
             start = shard.start - self.schema.parameter_stop
             minima = self._minima[start : start + shard.count]
@@ -113,5 +120,3 @@ class Replica:
             if spec.minimum is not None:
                 minima[start : start + spec.count] = np.float32(spec.minimum)
         return minima
-
-

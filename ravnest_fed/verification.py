@@ -11,7 +11,7 @@ from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
 from ravnest_fed.ledger import FILE_NAME as LEDGER_FILE
 from ravnest_fed.ledger import Ledger
 from ravnest_fed.messages import body_hash
-from ravnest_fed.replica import Replica
+from ravnest_fed.replica import Replica, updates_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def replay(folder: Path, check: bool, progress: Callable[[int], None] = lambda s
                 if check:
                     check_votes(federation, commit)
                     check_body(federation, replica.head, body, ledger.blobs.read(body.evidence.hash))
-                replica.fold(body, commit.body, lambda shard, body=body: ledger.blobs.read(body.updates[shard].hash))  # type: ignore[misc]
+                replica.fold(body, commit.body, updates_of(body, ledger.blobs))
             except VerificationError:
                 raise
             except RavnestError as error:

@@ -70,7 +70,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "deep").mkdir(parents=True)
     for number in range(60):
         place = folder / "deep" if number % 2 else folder
-        (place / f"{number}.txt").write_text(f"line {number} of the poem, and on it goes\n" * 20)
+        (place / f"{number}.txt").write_text(f"line {number} of the poem, and on it goes\n" * 6)
     (folder / "picture.png").write_bytes(b"\x89PNG\0\xff" * 300)
     monkeypatch.setenv("RAVNEST_TEXT", str(folder))
     return folder

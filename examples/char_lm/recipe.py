@@ -139,5 +139,6 @@ class CharLm(rf.Recipe):
         """Windows spread evenly over the held-out files."""
         if self.held_out is None:
             every = windows([content for name, content in text_files() if is_held_out(name)])
-            self.held_out = every[:: max(1, len(every) // EVALUATION_WINDOWS)][:EVALUATION_WINDOWS].clone()
+            count = min(EVALUATION_WINDOWS, len(every))
+            self.held_out = every[torch.arange(count) * len(every) // max(1, count)]
         return self.held_out

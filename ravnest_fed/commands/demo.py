@@ -28,11 +28,15 @@ FINAL_SECONDS = 10.0
 @click.option("--brokers", type=click.IntRange(1, 16), default=3, show_default=True)
 @click.option("--clients", type=click.IntRange(1, 64), default=4, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True)
-@click.option("--recipe", type=click.Path(path_type=Path), help="A recipe file or folder, or an example's name. [digits]")
+@click.option(
+    "--recipe", type=click.Path(path_type=Path), help="A recipe file or folder, or an example's name. [digits]"
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the initial model and the data split.")
 @click.option("--topology", type=click.Choice(["butterfly", "parameter-server"]), help="[by the number of brokers]")
 @click.option("--summary", type=click.Path(path_type=Path, dir_okay=False), help="Write what happened as JSON.")
-@click.option("--keep", type=click.Path(path_type=Path), help="Leave the federation's folder, with ledgers and logs, here.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="Leave the federation's folder, with ledgers and logs, here."
+)
 @set_option
 @debug_option
 @failing_cleanly
@@ -88,7 +92,9 @@ def _run(recipe: Path, brokers: int, clients: int, settings: dict[str, str], fol
         founded = found(loaded, free_addresses(brokers), clients, settings, None, folder)
     except ModuleNotFoundError as error:
         raise UsageError(f"the demo needs {error.name}", "install ravnest-fed[examples]") from error
-    title = f"{loaded.name}: {brokers} brokers, {clients} clients, {founded.federation.schema.parameter_count} parameters"
+    title = (
+        f"{loaded.name}: {brokers} brokers, {clients} clients, {founded.federation.schema.parameter_count} parameters"
+    )
     with Cluster(founded, recipe) as cluster, RoundView(title) as view:
         cluster.start()
         return asyncio.run(_follow(cluster, view))
@@ -121,8 +127,8 @@ async def _follow(cluster: Cluster, view: RoundView) -> Summary:
             if ended_at is not None and time.monotonic() - ended_at > FINAL_SECONDS:
                 laggards = sorted(set(cluster.clients) - result.holding(result.server_round) - result.dead)
                 view.note(f"not waited for any longer: {', '.join(laggards) or 'a broker'}")
-                for shown in range(shown + 1, result.server_round + 1):
-                    view.add(result.round_entry(shown))
+                for late in range(shown + 1, result.server_round + 1):
+                    view.add(result.round_entry(late))
                 return result
             view.state(next((f"{name}: {status.waiting}" for name, status in result.latest.items()), "starting"))
             await asyncio.sleep(POLL_SECONDS)
@@ -164,7 +170,9 @@ def _last_line(result: Summary, keep: Path | None) -> None:
     if behind:
         agree = f"behind: {', '.join(behind)}"
     dead = f"; died: {', '.join(sorted(result.dead))}" if result.dead else ""
-    click.echo(f"round {last}: {metrics or 'no metrics'}; {agree} ({data['final']['model_hash'][:12]}); {moved} moved{dead}")
+    click.echo(
+        f"round {last}: {metrics or 'no metrics'}; {agree} ({data['final']['model_hash'][:12]}); {moved} moved{dead}"
+    )
     if keep is not None:
         click.echo(f"the federation is in {keep}")
     if len(hashes) != 1 or behind:

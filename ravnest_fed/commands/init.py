@@ -52,7 +52,9 @@ def init(
         raise UsageError("two brokers have the same address", "give each its own host or port")
     made = found(load_recipe(recipe), addresses, clients, settings, weights, out)
     click.echo(f"made the federation {made.federation.federation.name!r} in {out}")
-    click.echo(f"fingerprint {made.federation.fingerprint.hex()[:32]}, {made.federation.schema.parameter_count} parameters")
+    click.echo(
+        f"fingerprint {made.federation.fingerprint.hex()[:32]}, {made.federation.schema.parameter_count} parameters"
+    )
     for folder, address in zip(made.broker_folders, addresses, strict=True):
         click.echo(f"copy {folder} to {address.host} and run there: ravnest-broker run {folder.name}")
     for file in made.link_files[:8]:

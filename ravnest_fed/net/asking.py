@@ -8,10 +8,23 @@ from collections.abc import Mapping
 from ravnest_fed.errors import RemoteProtocolError
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
-from ravnest_fed.messages import PROTOCOL_VERSION, Hello, Refused, Status, StatusRequest, Welcome, decode_to_client, encode
+from ravnest_fed.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Refused,
+    Status,
+    StatusRequest,
+    Welcome,
+    decode_to_client,
+    encode,
+)
 from ravnest_fed.net.sockets import Line, make_context
 
-REFUSALS = {"refused": "does not admit the operator's key", "mismatch": "does not prove its key", "down": "does not answer"}
+REFUSALS = {
+    "refused": "does not admit the operator's key",
+    "mismatch": "does not prove its key",
+    "down": "does not answer",
+}
 
 
 class Asker:

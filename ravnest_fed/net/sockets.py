@@ -70,7 +70,7 @@ class _Loop:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._scheduled = False
-        self._descriptor = socket.getsockopt(zmq.FD)
+        self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._stir)
         self._stir()
 
@@ -166,7 +166,8 @@ class Port(_Loop):
         except zmq.ZMQError as error:
             socket.close(0)
             raise AddressInUse(
-                f"cannot bind {address}: {os.strerror(error.errno)}", "stop what uses the port, or bind another one"
+                f"cannot bind {address}: {os.strerror(error.errno or 0)}",
+                "stop what uses the port, or bind another one",
             ) from None
         super().__init__(socket)
         self._monitor = _Monitor(socket, self._monitored)
