@@ -149,12 +149,11 @@ class BrokerCore:
                 effects = self._on_client(session, curve_key, message, now)
             case SessionLost(session):
                 effects = self._lose(session, now)
-            case Fetched(blob):
-                effects = self.intake.on_fetched(blob)
-                effects += self._catching_fetched(event, now)
+            case Fetched(blob, into):
+                effects = self.intake.on_fetched(blob) if into == "spool" else self._catching_fetched(event, now)
                 effects += self.round.on_fetched(event, now)
-            case Missed(blob, lying):
-                effects = self.intake.on_missed(blob, bool(lying))
+            case Missed(blob, into, lying):
+                effects = self.intake.on_missed(blob, bool(lying)) if into == "spool" else []
                 caught = self._catching_commit
                 if self._catching is not None and (blob == self._catching.hash or (caught and blob in caught[2])):
                     self._catching = self._catching_commit = None

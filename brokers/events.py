@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from brokers.effects import Store
 from ravnest_fed.messages import BlobRef, Body, Message
 
 
@@ -45,9 +46,10 @@ class SessionLost:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A blob is here, whole and verified; `data` holds it where the fetch asked to load it."""
+    """A blob is here, whole and verified; `data` holds it where it was fetched into memory."""
 
     blob: bytes
+    into: Store
     data: bytes | None = None
 
 
@@ -56,6 +58,7 @@ class Missed:
     """No donor had a blob; `lying` names those who sent wrong bytes."""
 
     blob: bytes
+    into: Store
     lying: tuple[str, ...]
 
 

@@ -16,7 +16,6 @@ from brokers.effects import (
     Cache,
     Effect,
     Examine,
-    Fetch,
     Preview,
     Reduce,
     SaveBlob,
@@ -24,9 +23,9 @@ from brokers.effects import (
     SaveVote,
     Say,
     SendPeer,
-    Store,
 )
 from brokers.events import Examined, Fetched, Missed, Previewed, Reduced
+from brokers.supply import Supply
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.decree import draft, evidence_for, reduction_of
 from ravnest_fed.errors import RemoteProtocolError
@@ -64,7 +63,6 @@ from ravnest_fed.messages import (
 
 VIEW_SECONDS = 4.0
 MAX_VIEW_SECONDS = 60.0
-RETRY_SECONDS = 1.0
 
 
 class OpenRound:
@@ -105,10 +103,7 @@ class OpenRound:
         self._updates: dict[bytes, dict[int, BlobRef]] = {}
         self._drafting: bytes | None = None
 
-        self._present: set[bytes] = set()
-        self._loaded: dict[bytes, bytes] = {}
-        self._fetching: dict[bytes, tuple[BlobRef, Store]] = {}
-        self._retry_at: dict[bytes, float] = {}
+        self._supply = Supply()
         self._arriving: dict[bytes, list[tuple[bytes, int]]] = {}
         self._expected_updates: dict[bytes, tuple[bytes, int, BlobRef]] = {}
 
@@ -146,14 +141,15 @@ class OpenRound:
         effects: list[Effect] = []
         if home == self._me:
             effects += self._to_all(Announcement(signed, shards))
-            self._present.update(ref.hash for ref in shards)
+            for ref in shards:
+                self._supply.add(ref.hash, "spool")
         mine = [shard for shard, owner in enumerate(self.head.owners) if self.federation.roster[owner] == self._me]
         for shard in mine:
-            if shards[shard].hash in self._present:
+            if self._supply.has(shards[shard].hash, "spool"):
                 effects += self._accumulate(contribution, shard)
             else:
                 self._arriving.setdefault(shards[shard].hash, []).append((contribution.manifest_hash, shard))
-                effects += self._fetch(shards[shard], (home,), "spool")
+                effects += self._supply.want(shards[shard], (home,), "spool")
         return effects + self.advance(now)
 
     def on_peer(self, node_id: str, message: Message, now: float) -> list[Effect]:
@@ -201,31 +197,27 @@ class OpenRound:
 
     def on_fetched(self, event: Fetched, now: float) -> list[Effect]:
         """A blob that was asked for is here."""
-        self._fetching.pop(event.blob, None)
+        self._supply.arrived(event)
         self._progress(now)
-        if event.data is not None:
-            self._loaded[event.blob] = event.data
-        else:
-            self._present.add(event.blob)
         effects: list[Effect] = []
-        for manifest_hash, shard in self._arriving.pop(event.blob, []):
+        arriving = self._arriving.pop(event.blob, []) if event.into == "spool" else []
+        for manifest_hash, shard in arriving:
             contribution = self.contributions.get(manifest_hash)
             if contribution is not None:
                 effects += self._accumulate(contribution, shard)
-        if event.blob in self._expected_updates:
+        if event.into == "ledger" and event.blob in self._expected_updates:
             tag, shard, ref = self._expected_updates.pop(event.blob)
             self._updates.setdefault(tag, {})[shard] = ref
         return effects + self.advance(now)
 
     def on_missed(self, event: Missed, now: float) -> list[Effect]:
         """Nobody asked had the blob; it is asked for again, of everybody, after a while."""
-        if event.blob in self._fetching:
-            self._retry_at[event.blob] = now + RETRY_SECONDS
+        self._supply.missed(event, now)
         return []
 
     def on_reduced(self, event: Reduced, now: float) -> list[Effect]:
         """A shard that this broker owns is reduced."""
-        self._present.add(event.update.hash)
+        self._supply.add(event.update.hash, "ledger")
         self._updates.setdefault(event.reduction_hash, {})[event.shard] = event.update.bare()
         notice = ShardReduced(self.server_round, event.reduction_hash, event.shard, event.update)
         return self._to_all(notice) + self.advance(now)
@@ -259,11 +251,7 @@ class OpenRound:
         """Time has passed: the grace may be over, a view may have run out, a fetch may be due again."""
         self._date_reached = date_reached
         effects = self.advance(now)
-        for blob in [blob for blob, at in self._retry_at.items() if now >= at]:
-            del self._retry_at[blob]
-            if blob in self._fetching:
-                ref, into = self._fetching[blob]
-                effects.append(Fetch(ref, tuple(sorted(self._live - {self._me})), into))
+        effects += self._supply.retries(tuple(sorted(self._live - {self._me})), now)
         if self._view_deadline is not None and now >= self._view_deadline and self.outcome is None:
             effects += self._change_view(now)
         return effects
@@ -298,7 +286,7 @@ class OpenRound:
         if not self.head.stop:
             ready = self.readiness(now)
             if ready.ready and self._view_deadline is None:
-                self._progress(now)
+                self._start_view_time(now)
             if ready.ready and self._free_view is not None and self._planned_view < self._free_view:
                 effects += self._make_plan(self._free_view, now)
             effects += self._reduce()
@@ -349,10 +337,10 @@ class OpenRound:
             known = [one for one in contributions if one is not None]
             if len(known) < len(contributions):
                 continue
-            missing = [one for one in known if one.shards[shard].hash not in self._present]
+            missing = [one for one in known if not self._supply.has(one.shards[shard].hash, "spool")]
             for one in missing:
                 donors = self.contributions.holders(one.manifest_hash, shard)
-                effects += self._fetch(one.shards[shard], tuple(node for node in donors if node != self._me), "spool")
+                effects += self._supply.want(one.shards[shard], tuple(node for node in donors if node != self._me), "spool")
             if not missing:
                 self._reducing.add((tag, shard))
                 effects.append(Reduce(plan.reduction, tag, shard, tuple(one.shards[shard] for one in known)))
@@ -366,11 +354,11 @@ class OpenRound:
             or len(self._expected_updates) > 4 * len(shards)
         ):
             return []
-        if notice.update.hash in self._present:
+        if self._supply.has(notice.update.hash, "ledger"):
             self._updates.setdefault(notice.reduction_hash, {})[notice.shard] = notice.update.bare()
             return []
         self._expected_updates[notice.update.hash] = (notice.reduction_hash, notice.shard, notice.update.bare())
-        return self._fetch(notice.update, (node_id,), "ledger")
+        return self._supply.want(notice.update, (node_id,), "ledger")
 
     def _draft(self) -> list[Effect]:
         """If this broker's own plan is reduced, draft the body and have its hashes computed."""
@@ -410,9 +398,9 @@ class OpenRound:
 
     def _gather(self, ref: BlobRef, donors: tuple[str, ...], effects: list[Effect]) -> bytes | None:
         """The bytes of the body `ref` once it was found sound; until then, what is missing is asked for."""
-        raw = self._loaded.get(ref.hash)
+        raw = self._supply.loaded(ref.hash)
         if raw is None:
-            effects += self._fetch(ref, donors, "memory")
+            effects += self._supply.want(ref, donors, "memory")
             return None
         wanted = body_hash(raw)
         if wanted in self._sound:
@@ -428,10 +416,10 @@ class OpenRound:
             self._unsound.add(wanted)
             return None
         blobs = (body.evidence, *body.updates)
-        missing = [blob for blob in blobs if blob.hash not in self._present]
+        missing = [blob for blob in blobs if not self._supply.has(blob.hash, "ledger")]
         everybody = (*donors, *sorted(self._live - {self._me, *donors}))
         for blob in missing:
-            effects += self._fetch(blob, everybody, "ledger")
+            effects += self._supply.want(blob, everybody, "ledger")
         if not missing:
             self._examining.add(raw)
             effects.append(Examine(raw, None))
@@ -457,7 +445,7 @@ class OpenRound:
                     self._bound = (view, ref, donors)
                     voted = self._agreement.voted_body
                     if voted is not None and blob_hash(voted) == ref.hash:
-                        self._loaded[ref.hash] = voted
+                        self._supply.load(ref.hash, voted)
                 case paxos.Consider(view, ref, proposer):
                     self._considering = {view: (ref, (proposer,))}
                 case paxos.Decided():
@@ -488,7 +476,12 @@ class OpenRound:
         return effects + self._carry(self._agreement.ask_again(), now)
 
     def _progress(self, now: float) -> None:
-        """Something moved: the view's time begins anew. Jitter is a hash, so that a replay gives the same times."""
+        """Something moved: the view's time, where it runs, begins anew."""
+        if self._view_deadline is not None:
+            self._start_view_time(now)
+
+    def _start_view_time(self, now: float) -> None:
+        """Give the view its time. Jitter is a hash, so that a replay gives the same times."""
         span = min(VIEW_SECONDS * 2.0 ** min(self._view_changes, 8), MAX_VIEW_SECONDS)
         salt = digest(
             "view jitter", self._me.encode(), self.server_round.to_bytes(8, "little"), bytes([self._view_changes % 256])
@@ -519,12 +512,6 @@ class OpenRound:
     def _inventory(self, holdings: tuple[Holding, ...]) -> InventoryNotice:
         inventory = Inventory(self.federation.fingerprint, self.server_round, holdings)
         return InventoryNotice(self.server_round, sign(self._identity, inventory))
-
-    def _fetch(self, ref: BlobRef, donors: tuple[str, ...], into: Store) -> list[Effect]:
-        if ref.hash in self._fetching or ref.hash in self._present or ref.hash in self._loaded:
-            return []
-        self._fetching[ref.hash] = (ref.bare(), into)
-        return [Fetch(ref, donors, into)]
 
     def _to_all(self, message: Message) -> list[Effect]:
         return [SendPeer(node, message) for node in self.federation.roster if node != self._me and node in self._live]

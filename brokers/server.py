@@ -375,8 +375,8 @@ class BrokerServer:
                     self._finish_fetching(ref)
                 case FetchFailed(ref, lying):
                     self._stores.pop(ref.hash, None)
-                    self._also.pop(ref.hash, None)
-                    self._loop.call_soon(self._handle, ev.Missed(ref.hash, lying))
+                    for into in sorted(self._also.pop(ref.hash, set())):
+                        self._loop.call_soon(self._handle, ev.Missed(ref.hash, into, lying))
 
     def _finish_fetching(self, ref: BlobRef) -> None:
         future = self._disk.submit(self._finish, ref)
@@ -404,7 +404,7 @@ class BrokerServer:
         data = self._memory.read(blob) if into == "memory" else None
         if data is not None:
             self._remember(blob)
-        self._loop.call_soon(self._handle, ev.Fetched(blob, data))
+        self._loop.call_soon(self._handle, ev.Fetched(blob, into, data))
 
     def _cache(self, blob: bytes) -> None:
         self._remember(self._memory.put(blob).hash)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from clients.effects import Tell
 from ravnest_fed.commands.failing import failing_cleanly
@@ -46,7 +47,7 @@ def join(link: str, recipe: Path, device: str, threads: int | None, debug: bool)
     console = Console(stderr=False, highlight=False, soft_wrap=True)
     runner = ClientRunner(parsed, load_recipe(recipe), lambda told: _show(console, told), device)
     reason = asyncio.run(_until_told(runner))
-    console.print(f"[bold]done[/bold]: {reason}; {runner.session.contributions} contributions counted")
+    console.print(f"[bold]done[/bold]: {escape(reason)}; {runner.session.contributions} contributions counted")
 
 
 async def _until_told(runner: "ClientRunner") -> str:
@@ -68,7 +69,8 @@ def _link_text(link: str) -> str:
 
 
 def _show(console: Console, told: Tell) -> None:
-    fields = "  ".join(f"{name}={value}" for name, value in told.fields.items())
+    # What a broker sent us to show must not be read as markup.
+    fields = escape("  ".join(f"{name}={value}" for name, value in told.fields.items()))
     console.print(
         f"[yellow]{told.event}[/yellow]  {fields}" if told.warning else f"{told.event}  {fields}", markup=True
     )

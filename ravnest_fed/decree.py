@@ -32,6 +32,9 @@ from ravnest_fed.messages import (
     signed_hash,
 )
 
+MAX_METRIC = 1e100
+"""Greatest magnitude of a metric: sums over all clients, weighted by their examples, stay finite."""
+
 
 def count(federation: Federation, head: Head, manifest: Manifest, manifest_hash: bytes) -> Counted:
     """How a contribution based on `head` counts: its integer weight and share."""
@@ -88,7 +91,7 @@ def evaluation_of(federation: Federation, head: Head, signed: Signed) -> Evaluat
         or evaluation.model_hash != head.model_hash
         or not 0 < evaluation.num_examples <= 2**48
         or len(evaluation.metrics) > federation.limits.max_metrics
-        or not all(math.isfinite(value) and len(name) <= 64 for name, value in evaluation.metrics.items())
+        or not all(abs(value) <= MAX_METRIC and len(name) <= 64 for name, value in evaluation.metrics.items())
     ):
         return None
     return evaluation

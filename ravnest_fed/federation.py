@@ -315,7 +315,7 @@ def check(federation: Federation, where: str) -> None:
         refuse("strategy", "has a learning rate or momentum that diverges", "use 0 < learning_rate, momentum < 1")
     if strategy.name == "fedavg" and (strategy.momentum != 0.0 or strategy.nesterov):
         refuse("strategy.momentum", "is set, but fedavg has none", "use strategy.name = fedavgm")
-    if strategy.clip_factor < 0 or strategy.norm_history < 1 or strategy.norm_history > 65536:
+    if not strategy.clip_factor >= 0 or not 1 <= strategy.norm_history <= 65536:
         refuse("strategy.clip_factor or strategy.norm_history", "is out of range", "see docs/settings.md")
     for name in ("up", "down"):
         if getattr(federation.codecs, name) not in codecs.names():

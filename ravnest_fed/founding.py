@@ -85,6 +85,7 @@ def found(
 
     Raises UsageError, RecipeError, SchemaMismatch or FederationFileError.
     """
+    _require_distinct(addresses)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty", "name a new directory with --out")
     existed = folder.exists()
@@ -96,6 +97,18 @@ def found(
             if existed:
                 folder.mkdir()
         raise
+
+
+def _require_distinct(addresses: Sequence[Address]) -> None:
+    seen: set[tuple[str, int]] = set()
+    for address in addresses:
+        for port in (address.client_port, address.peer_port):
+            if (address.host, port) in seen:
+                raise UsageError(
+                    f"two brokers have the same address {address.host}:{port}",
+                    "each broker needs two ports of its own, by default the one that is named and the next",
+                )
+            seen.add((address.host, port))
 
 
 def _found(

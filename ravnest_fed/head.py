@@ -35,8 +35,10 @@ class CountedSequences(msgspec.Struct, frozen=True, array_like=True):
         mask = (1 << SEQUENCE_WINDOW) - 1
         if sequence > self.highest:
             distance = sequence - self.highest
-            below = (self.below << distance | 1 << (distance - 1)) & mask if self.highest else 0
-            return CountedSequences(sequence, below)
+            # A leap must not cost memory: the shift is only taken where a bit of it stays in the window.
+            if distance > SEQUENCE_WINDOW:
+                return CountedSequences(sequence)
+            return CountedSequences(sequence, (self.below << distance | 1 << (distance - 1)) & mask)
         return CountedSequences(self.highest, (self.below | 1 << (self.highest - sequence - 1)) & mask)
 
 

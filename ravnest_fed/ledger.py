@@ -207,7 +207,8 @@ class Ledger:
     def save_traffic(self, totals: dict[str, tuple[int, int]]) -> None:
         """Keep each client's bytes up and down in all."""
         rows = [(client, up, down) for client, (up, down) in totals.items()]
-        self._db.executemany("insert or replace into traffic values (?, ?, ?)", rows)
+        with self._transaction():
+            self._db.executemany("insert or replace into traffic values (?, ?, ?)", rows)
 
     def traffic(self) -> dict[str, tuple[int, int]]:
         """Bytes up and down by client, as last kept."""

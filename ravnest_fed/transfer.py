@@ -89,7 +89,7 @@ class Downloads:
         """Begin to fetch `ref` from any of `donors`, or add them to a transfer that runs already."""
         if ref.inline:
             if len(ref.inline) == ref.length and blob_hash(ref.inline) == ref.hash:
-                self._downloads.pop(ref.hash, None)
+                self.cancel(ref.hash)
                 kept = [Keep(ref, index, bytes(chunk)) for index, chunk in enumerate(chunks(ref.inline))]
                 return [*kept, Fetched(ref)]
             return [FetchFailed(ref, tuple(donors))]
@@ -150,9 +150,12 @@ class Downloads:
     def donor_gone(self, donor: str, now: float) -> list[TransferEffect]:
         """The connection to a donor is lost: others take over what it owed."""
         effects: list[TransferEffect] = []
-        for running in list(self._downloads.values()):
-            if donor in running.donors:
-                effects += self._leave(running, donor, now)
+        left = [running for running in self._downloads.values() if donor in running.donors]
+        for running in left:
+            # From all first: leaving one transfer asks anew for the others.
+            running.donors.remove(donor)
+        for running in left:
+            effects += self._leave(running, donor, now)
         self._donors.pop(donor, None)
         return effects
 
@@ -162,13 +165,15 @@ class Downloads:
         for name, donor in list(self._donors.items()):
             if donor.outstanding and now - donor.progress > STALL_SECONDS:
                 effects += self.donor_gone(name, now)
-        return effects
+        return effects + self._ask(now)
 
     def _genuine(self, running: _Download, chunk: Chunk) -> bool:
         if running.hashes is None:
             length = running.ref.length
             return len(chunk.data) == length and blob_hash_of(length, [chunk_hash(chunk.data)]) == running.ref.hash
-        return chunk_hash(chunk.data) == running.hashes[chunk.index]
+        # The length is checked as well: whoever made the blob may have listed chunks that do not cut it as agreed.
+        size = min(CHUNK_SIZE, running.ref.length - chunk.index * CHUNK_SIZE)
+        return len(chunk.data) == size and chunk_hash(chunk.data) == running.hashes[chunk.index]
 
     def _liar(self, running: _Download, donor: str, index: int, now: float) -> list[TransferEffect]:
         running.missing.appendleft(index)
@@ -183,9 +188,9 @@ class Downloads:
             assert source is not None
             del source.outstanding[key]
             running.missing.appendleft(key[1])
-        if not running.donors:
-            return self._fail(running)
-        return self._ask(now)
+        # The window of a donor is shared: what this transfer leaves free, another may wait for.
+        failed = [] if running.donors else self._fail(running)
+        return failed + self._ask(now)
 
     def _fail(self, running: _Download) -> list[TransferEffect]:
         self.cancel(running.ref.hash)

@@ -1,10 +1,13 @@
-"""How a command fails: one line on the error stream, and the exit status of the error's class."""
+"""How a command fails: one line on the error stream, and the exit status of the error's class.
+
+What no class foresees, such as a full disk, ends with status 1.
+"""
 
 import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 import click
 
@@ -25,8 +28,7 @@ def failing_cleanly(command: Callable[P, T]) -> Callable[P, T]:
         except RavnestError as error:
             if kwargs.get("debug"):
                 raise
-            click.echo(f"error: {error}", err=True)
-            sys.exit(error.exit_status)
+            _end(error)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
@@ -34,5 +36,21 @@ def failing_cleanly(command: Callable[P, T]) -> Callable[P, T]:
             # The reader of our output went away; there is nobody left to tell.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except OSError as error:
+            if kwargs.get("debug"):
+                raise
+            place = f"{error.filename}: " if error.filename else ""
+            _end(RavnestError(f"{place}{error.strerror or error}", "check the path, its permissions and the disk"))
+        except Exception as error:
+            if kwargs.get("debug"):
+                raise
+            _end(RavnestError(f"{type(error).__name__}: {error}", "run it again with --debug to see where"))
 
     return wrapper
+
+
+def _end(error: RavnestError) -> NoReturn:
+    click.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_status)

@@ -48,8 +48,6 @@ def init(
     if until_metric:
         settings.update(_metric_bound(until_metric))
     addresses = [Address.parse(text) for text in brokers]
-    if len({(one.host, one.client_port) for one in addresses}) != len(addresses):
-        raise UsageError("two brokers have the same address", "give each its own host or port")
     made = found(load_recipe(recipe), addresses, clients, settings, weights, out)
     click.echo(f"made the federation {made.federation.federation.name!r} in {out}")
     click.echo(

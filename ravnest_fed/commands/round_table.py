@@ -52,7 +52,7 @@ class RoundView:
 
     def note(self, text: str) -> None:
         """A line of its own."""
-        self._console.print(text)
+        self._console.print(text, markup=False)
 
     def _metric_names(self) -> list[str]:
         present = {name for entry in self._entries for name in entry["metrics"]}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ravnest_fed.commands.failing import failing_cleanly
@@ -34,7 +35,7 @@ def status(folder: Path, debug: bool) -> None:
         table.add_column(column, justify="right" if column in ("round", "clients") else "left")
     for name, answer in answers.items():
         if isinstance(answer, str):
-            table.add_row(name, "", "", "", "", f"[red]{answer}[/red]")
+            table.add_row(name, "", "", "", "", f"[red]{escape(answer)}[/red]")
             continue
         live = sum(row.live for row in answer.clients)
         peers = ", ".join(federation.name_of(peer) for peer in answer.peers) or "nobody"
