@@ -66,7 +66,7 @@ class Contributions:
         counted = count(self._federation, self._head, manifest, manifest_hash)
         bare = tuple(ref.bare() for ref in shards)
         contribution = Contribution(manifest_hash, manifest, signed, bare, home, counted)
-        self._by_hash.setdefault(manifest_hash, contribution)
+        self._by_hash[manifest_hash] = contribution
         self._by_client[manifest.client] = manifest_hash
         self.hold(home, Holding(manifest_hash, tuple(range(len(shards)))))
         return contribution

@@ -153,7 +153,7 @@ class BrokerCore:
                 effects = self.intake.on_fetched(blob) if into == "spool" else self._catching_fetched(event, now)
                 effects += self.round.on_fetched(event, now)
             case Missed(blob, into, lying):
-                effects = self.intake.on_missed(blob, bool(lying)) if into == "spool" else []
+                effects = self.intake.on_missed(blob, lying) if into == "spool" else []
                 caught = self._catching_commit
                 if self._catching is not None and (blob == self._catching.hash or (caught and blob in caught[2])):
                     self._catching = self._catching_commit = None
@@ -277,9 +277,8 @@ class BrokerCore:
         match message:
             case Ready(server_round=server_round):
                 known.ready = server_round
-                if server_round < self.head.server_round:
-                    return self._ask_for_commits(session, False, server_round)
-                return self._order(known)
+                # The order stands until the client has folded its way up to it: the round may wait for this client.
+                return [*self._ask_for_commits(session, False, server_round), *self._order(known)]
             case CommitsRequest(server_round=server_round):
                 return self._ask_for_commits(session, False, server_round)
             case Offer() if not known.operator:

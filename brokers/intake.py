@@ -51,7 +51,8 @@ class Intake:
     ) -> list[Effect]:
         """A client offers a contribution."""
         manifest_hash = signed_hash(offer.manifest)
-        if known.get(manifest_hash) is not None:
+        same = known.get(manifest_hash)
+        if same is not None and same.home == self._identity.node_id:
             return [SendClient(session, self._receipt(manifest_hash))]
         if manifest_hash in self._uploads:
             upload = self._uploads[manifest_hash]
@@ -61,7 +62,8 @@ class Intake:
         try:
             floor = 0 if earlier else highest_sequence
             manifest = check_manifest(self._federation, head, offer.manifest, offer.shards, floor)
-            if earlier or known.equivocated(manifest.client):
+            # One that another broker announced is taken in full: that broker may be gone with the only copy.
+            if (earlier is not None and same is None) or known.equivocated(manifest.client):
                 raise AdmissionRefused(
                     Reason.EQUIVOCATION,
                     f"a second, different delta for round {head.server_round + 1}: neither is counted",
@@ -92,15 +94,20 @@ class Intake:
                     effects.append(Inspect(manifest_hash, upload.manifest, shards))
         return effects
 
-    def on_missed(self, blob: bytes, lying: bool) -> list[Effect]:
-        """A shard did not come: the client went, or sent bytes with another hash."""
+    def on_missed(self, blob: bytes, lying: tuple[str, ...]) -> list[Effect]:
+        """A shard did not come: the client went, or is among the sessions that sent bytes with another hash.
+
+        A liar hurts its own contribution alone: others that hold the same shard are asked for it again.
+        """
         effects: list[Effect] = []
         for manifest_hash in [key for key, upload in self._uploads.items() if blob in upload.missing]:
             upload = self._uploads[manifest_hash]
-            if lying:
+            if upload.session in lying:
                 del self._uploads[manifest_hash]
                 text = "the payload's bytes have another hash than the manifest signs"
                 effects += self._refuse(upload.session, manifest_hash, Reason.WRONG_HASH, text, upload.manifest.client)
+            elif lying:
+                effects += [Fetch(ref, (upload.session,), "spool") for ref in upload.shards if ref.hash == blob][:1]
         return effects
 
     def on_inspected(self, event: Inspected, head: Head) -> list[Effect]:

@@ -24,6 +24,11 @@ def feed_of(loaded: LoadedRecipe, partition: Partition, seed: int) -> Feed:
     Raises NoDataError for no samples and RecipeError for data of another form than `Recipe.train_data` names.
     """
     data = loaded.train_data(partition)
+    if isinstance(data, torch.utils.data.IterableDataset):
+        raise RecipeError(
+            f"recipe {loaded.path}: train_data() returned an IterableDataset, whose samples come one by one",
+            "wrap it in a torch.utils.data.DataLoader, which makes batches of them",
+        )
     columns = _columns(loaded, data)
     if columns is not None:
         length, take = columns
@@ -110,6 +115,12 @@ class _Batches:
 
 def _columns(loaded: LoadedRecipe, data: Any) -> tuple[int, Any] | None:
     """How many rows `data` has and a function from row numbers to a batch, or None unless it is made of tensors."""
+    if isinstance(data, np.ndarray):
+        data = torch.from_numpy(data)
+    elif isinstance(data, tuple) and data and all(isinstance(one, np.ndarray) for one in data):
+        data = tuple(torch.from_numpy(one) for one in data)
+    elif isinstance(data, Mapping) and data and all(isinstance(one, np.ndarray) for one in data.values()):
+        data = {name: torch.from_numpy(one) for name, one in data.items()}
     if isinstance(data, torch.Tensor):
         tensors: list[Any] = [data]
     elif isinstance(data, tuple | Mapping) and data:

@@ -231,15 +231,13 @@ class ClientRunner:
             file = Path(folder) / "model.safetensors"
             file.write_bytes(self._blobs.read(ref.hash))
             self._blobs.remove(ref.hash)
-            initial = read_model(file, federation.schema)
-        self.replica = Replica(federation, initial)
-        if self.replica.head.model_hash.hex() != federation.federation.model_hash:
-            raise SchemaMismatch("the broker's initial model is not the one that the federation signs")
-        members = [member.node_id for member in federation.members]
-        index = members.index(self.identity.node_id)
-        seed = federation.federation.seed
-        partition = Partition(index, len(members), seed)
-        self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed)
+            self.replica = Replica(federation, read_model(file, federation.schema))
+            if self.replica.head.model_hash.hex() != federation.federation.model_hash:
+                raise SchemaMismatch("the broker's initial model is not the one that the federation signs")
+            members = [member.node_id for member in federation.members]
+            seed = federation.federation.seed
+            partition = Partition(members.index(self.identity.node_id), len(members), seed)
+            self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed, file)
         self._trainer.load_data()
         return ev.Prepared(self.replica.head)
 
@@ -255,7 +253,13 @@ class ClientRunner:
         assert self.replica is not None and self._trainer is not None
         if self.replica.head.server_round != server_round:
             return None
-        measured = self._trainer.evaluate(self.replica.state)
+        try:
+            measured = self._trainer.evaluate(self.replica.state)
+        except RavnestError as error:
+            # What the recipe cannot measure costs the numbers, not the training.
+            told = fx.Tell("not evaluated", {"round": server_round, "reason": str(error)}, warning=True)
+            self._loop.call_soon_threadsafe(self._tell, told)
+            measured = None
         metrics, examples = measured if measured is not None else ({}, 0)
         return ev.Evaluated(server_round, metrics, examples)
 

@@ -22,6 +22,7 @@ from ravnest_fed.messages import (
     PROTOCOL_VERSION,
     BlobRef,
     CommitNotice,
+    CommitsRequest,
     Evaluation,
     EvaluationNotice,
     Goodbye,
@@ -44,7 +45,7 @@ from ravnest_fed.messages import (
     signed_hash,
 )
 
-JOIN_SECONDS = 9.0
+JOIN_SECONDS = 6.0
 WELCOME_SECONDS = 6.0
 PREFERENCE_SECONDS = 0.5
 """How long the preferred broker may take before another one that answers becomes home."""
@@ -92,6 +93,8 @@ class ClientSession:
         self._avoid: dict[str, float] = {}
         self._welcome: Welcome | None = None
         self._notices: dict[int, BlobRef] = {}
+        self._newest = 0
+        self._asked_after: int | None = None
         self._catching: _Catching | None = None
         self._folding = False
         self._order: tuple[Signed, WorkOrder] | None = None
@@ -153,6 +156,7 @@ class ClientSession:
         self._catching = None
         self._wanted = {}
         self._notices = {}
+        self._asked_after = None
         return self._choose_home(now)
 
     def _choose_home(self, now: float) -> list[fx.Effect]:
@@ -214,6 +218,7 @@ class ClientSession:
             case OrderNotice(order=signed):
                 return self._on_order(signed)
             case CommitNotice(server_round=server_round, commit=ref):
+                self._newest = max(self._newest, server_round)
                 if self.head is None or server_round > self.head.server_round:
                     self._notices[server_round] = ref
                 return self._follow()
@@ -236,6 +241,7 @@ class ClientSession:
         first = not self._ever_greeted
         self._greeted = self._ever_greeted = True
         self._welcome = welcome
+        self._newest = max(self._newest, welcome.server_round)
         self._sequence = max(self._sequence, welcome.highest_sequence)
         effects: list[fx.Effect] = [fx.Tell("connected" if first else "reconnected", {"broker": self.home})]
         if self.federation is None:
@@ -278,9 +284,18 @@ class ClientSession:
         following = self.head.server_round + 1
         ref = self._notices.get(following)
         if ref is None:
-            return []
+            return self._ask_for_commits()
         self._catching = _Catching(following)
         return self._want(ref)
+
+    def _ask_for_commits(self) -> list[fx.Effect]:
+        """A broker names a limited number of commits at once; past those, it is asked for the next ones."""
+        if self.head is None or self.home is None or self._newest <= self.head.server_round:
+            return []
+        if self._asked_after == self.head.server_round:
+            return []
+        self._asked_after = self.head.server_round
+        return [fx.Send(self.home, CommitsRequest(self.head.server_round))]
 
     def _want(self, ref: BlobRef) -> list[fx.Effect]:
         if self.home is None:

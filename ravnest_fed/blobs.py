@@ -5,12 +5,15 @@ at any instruction it is there whole or not at all.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Protocol
 
 from ravnest_fed.errors import LedgerError
 from ravnest_fed.hashing import CHUNK_SIZE, blob_hash, chunk_hash, chunks
 from ravnest_fed.messages import CHUNK_LIST, BlobRef
+
+_BLOB_NAME = re.compile("[0-9a-f]{64}")
 
 
 class BlobStore(Protocol):
@@ -90,7 +93,9 @@ class DiskBlobs:
             leftover.unlink()
         self._sizes: dict[bytes, int] = {}
         for file in folder.iterdir():
-            self._sizes[bytes.fromhex(file.name)] = file.stat().st_size
+            # What else lies there (a file manager's notes) is none of ours.
+            if _BLOB_NAME.fullmatch(file.name):
+                self._sizes[bytes.fromhex(file.name)] = file.stat().st_size
 
     def has(self, blob: bytes) -> bool:
         return blob in self._sizes

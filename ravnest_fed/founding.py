@@ -170,7 +170,9 @@ def _initial(loaded: LoadedRecipe, seed: int, weights: Path | None, shard_size: 
     from ravnest_fed.model_state import initial_state_dict, read_state, schema_of
 
     model = loaded.build_model(seed)
-    if weights is not None:
+    if weights is None:
+        loaded.warm_start(model)
+    else:
         try:
             model.load_state_dict(safetensors.torch.load_file(weights))
         except (OSError, RuntimeError, safetensors.SafetensorError) as error:

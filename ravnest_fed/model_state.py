@@ -58,13 +58,14 @@ def schema_of(model: nn.Module, shard_size: int) -> Schema:
             content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             for part in (name.encode(), str(spec.shape).encode(), dtype.encode(), content.tobytes()):
                 frozen += [len(part).to_bytes(8, "little"), part]
+    federated = {spec.name for spec in (*parameters, *buffers, *counters)}
     return Schema(
         tuple(parameters),
         tuple(buffers),
         tuple(counters),
         digest("frozen parameters", *frozen).hex(),
         shard_size,
-        tuple(aliases),
+        tuple((alias, name) for alias, name in aliases if name in federated),
     )
 
 

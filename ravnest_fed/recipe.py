@@ -47,6 +47,12 @@ class Recipe:
         """A new model on the CPU. Required. Called under the federation's seed, so frozen random layers agree."""
         raise NotImplementedError
 
+    def warm_start(self, model: "torch.nn.Module") -> None:
+        """Change a new `model` in place before a federation starts from it. By default it starts as `model` made it.
+
+        Called once, where the federation is made, unless weights are given there; clients get the result.
+        """
+
     def train_data(self, part: Partition) -> Any:
         """This client's training data: its own, or part `part` of a shared set. Required.
 
@@ -113,6 +119,11 @@ class LoadedRecipe:
         if not isinstance(model, torch.nn.Module):
             raise self._broken("model", f"returned {_kind(model)}", "return a torch.nn.Module")
         return model
+
+    def warm_start(self, model: "torch.nn.Module") -> None:
+        """Let the recipe prepare a new model that a federation will start from."""
+        with self.calling("warm_start"):
+            self.recipe.warm_start(model)
 
     def build_optimizer(self, parameters: "list[torch.nn.Parameter]") -> "torch.optim.Optimizer":
         """The local optimiser over `parameters`."""

@@ -161,18 +161,17 @@ def test_what_a_gone_donor_owed_is_asked_of_the_others_and_arrived_chunks_are_no
     blob = blob_of(6)
     downloads = Downloads()
     downloads.start(bare(blob), ["a", "b"], 0.0)
-    owed = asked(downloads.on_chunk("a", chunk_of(blob, CHUNK_LIST), 0.1), "a")
+    effects = downloads.on_chunk("a", chunk_of(blob, CHUNK_LIST), 0.1)
+    owed, waiting = asked(effects, "a"), asked(effects, "b")
     downloads.on_chunk("a", chunk_of(blob, owed[0]), 0.2)
-    again = downloads.donor_gone("a", 0.3)
-    got = {owed[0]}
-    while again:
-        assert not got & set(asked(again))
-        assert {effect.donor for effect in again if isinstance(effect, Ask)} <= {"b"}
-        pending = next(index for index in range(6) if index not in got)
-        pending_effects = downloads.on_chunk("b", chunk_of(blob, pending), 0.4)
-        got |= set(kept(pending_effects))
-        again = [] if ends(pending_effects) else pending_effects
-    assert got == set(range(6))
+    effects = downloads.donor_gone("a", 0.3)
+    assert asked(effects, "a") == []
+    waiting += asked(effects)
+    while waiting:
+        effects = downloads.on_chunk("b", chunk_of(blob, waiting.pop(0)), 0.4)
+        waiting += asked(effects)
+        assert owed[0] not in kept(effects) + waiting
+    assert ends(effects) == [Fetched(bare(blob))]
 
 
 def test_a_gone_donor_is_asked_for_nothing_more() -> None:
