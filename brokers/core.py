@@ -41,9 +41,10 @@ from brokers.intake import Intake
 from brokers.planner import work_order
 from brokers.round import OpenRound
 from brokers.sessions import Session, Sessions
-from ravnest_fed.decree import check_votes, evaluation_of
+from ravnest_fed.decree import check_votes, evaluation_of, open_commit
 from ravnest_fed.errors import AdmissionRefused, RavnestError
 from ravnest_fed.federation import Federation
+from ravnest_fed.framing import pack
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import Admitted, VoteRecord
@@ -77,6 +78,8 @@ from ravnest_fed.messages import (
     signed_hash,
 )
 
+GREETING_SECONDS = 2.0
+"""How often brokers tell each other where they stand."""
 MAX_EARLY = 4096
 """Most messages about the next round that are kept until this broker gets there."""
 
@@ -113,6 +116,7 @@ class BrokerCore:
         self._catching: BlobRef | None = None
         self._catching_commit: tuple[Commit, Body, set[bytes]] | None = None
         self._asked_at = -1e9
+        self._greeted_at = now
         self.round = OpenRound(federation, head, identity, record, now)
         self._admitted_before = admitted
         self._evaluations_before = evaluations
@@ -133,8 +137,7 @@ class BrokerCore:
         match event:
             case PeerUp(node_id):
                 self._peers.add(node_id)
-                hello = PeerHello(PROTOCOL_VERSION, self.federation.fingerprint, self._me, self.head.server_round)
-                effects: list[Effect] = [SendPeer(node_id, hello)]
+                effects: list[Effect] = [SendPeer(node_id, self._hello())]
                 effects.append(SendPeer(node_id, self.sessions.presence(self.head.server_round)))
                 effects += self.round.set_live(self._live(), now)
                 effects += self.round.introduce(node_id)
@@ -242,7 +245,7 @@ class BrokerCore:
     def _catching_fetched(self, event: Fetched, now: float) -> list[Effect]:
         if self._catching is not None and event.blob == self._catching.hash and event.data is not None:
             try:
-                commit = decode(Commit, event.data)
+                commit = open_commit(event.data)
                 check_votes(self.federation, commit)
                 body = decode(Body, commit.body)
             except RavnestError as error:
@@ -360,7 +363,7 @@ class BrokerCore:
 
     def _close(self, commit: Commit, now: float) -> list[Effect]:
         body = decode(Body, commit.body)
-        record = encode(commit)
+        record = pack(encode(commit))
         ref = BlobRef.of(record)
         seconds = now - self.round.started
         effects: list[Effect] = [SaveCommit(commit, body, seconds), Fold(commit, body), Cache(record)]
@@ -375,8 +378,7 @@ class BrokerCore:
             if session.ready >= 0:
                 effects.append(SendClient(session.session, notice))
                 effects += self._order(session)
-        hello = PeerHello(PROTOCOL_VERSION, self.federation.fingerprint, self._me, self.head.server_round)
-        effects += self._to_peers(hello)
+        effects += self._to_peers(self._hello())
         effects += self.round.start(now)
         effects += self.round.set_live(self._live(), now)
         effects += self._presence_changed(now)
@@ -391,12 +393,18 @@ class BrokerCore:
         date = self.federation.stop.date
         reached = bool(date) and wall >= datetime.fromisoformat(date).timestamp()
         effects = self.round.tick(reached, now) + self._catch_up(now)
+        if now - self._greeted_at >= GREETING_SECONDS:
+            self._greeted_at = now
+            effects += self._to_peers(self._hello())
         text = "" if self.head.stop else self.round.readiness(now).waiting.split(",")[0]
         for session in self.sessions.by_node.values():
             if session.ready >= 0 and session.told != text:
                 session.told = text
                 effects.append(SendClient(session.session, Waiting(self.head.server_round + 1, text)))
         return effects
+
+    def _hello(self) -> PeerHello:
+        return PeerHello(PROTOCOL_VERSION, self.federation.fingerprint, self._me, self.head.server_round)
 
     def _live(self) -> frozenset[str]:
         return frozenset((self._me, *self._peers))

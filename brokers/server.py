@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import structlog
 
 from brokers import effects as fx
@@ -25,6 +26,7 @@ from ravnest_fed.checkpoints import read_model
 from ravnest_fed.decree import weighted_means
 from ravnest_fed.errors import LedgerError, RavnestError, RemoteProtocolError, SchemaMismatch, UsageError
 from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
+from ravnest_fed.framing import pack
 from ravnest_fed.identity import Identity
 from ravnest_fed.ledger import Ledger
 from ravnest_fed.messages import (
@@ -52,6 +54,7 @@ KEY_FILE = "broker.key"
 TICK_SECONDS = 0.2
 COMMITS_AT_ONCE = 16
 CACHED_BLOBS = 64
+MAX_MEMORY_BLOB = 2**26
 DURABLE = (
     fx.SaveBlob,
     fx.SavePromise,
@@ -111,6 +114,7 @@ class BrokerServer:
         self._down: defaultdict[int, int] = defaultdict(int)
         self._traffic = {client: list(both) for client, both in self.ledger.traffic().items()}
         self._failed: RavnestError | None = None
+        self._process = psutil.Process()
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
         """Serve until cancelled; `ready` is called once both addresses are bound."""
@@ -346,6 +350,9 @@ class BrokerServer:
 
     def _fetch(self, effect: fx.Fetch) -> None:
         ref, into = effect.ref, effect.into
+        if into == "memory" and ref.length > MAX_MEMORY_BLOB:
+            self._loop.call_soon(self._handle, ev.Missed(ref.hash, into, effect.donors))
+            return
         if self._has(ref.hash, into):
             self._arrived(ref.hash, into)
             return
@@ -420,7 +427,7 @@ class BrokerServer:
             commit = self.ledger.commit(server_round)
             if commit is None:
                 return
-            record = encode(commit)
+            record = pack(encode(commit))
             self._cache(record)
             notice = CommitNotice(server_round, BlobRef.of(record))
             if effect.peer:
@@ -466,6 +473,8 @@ class BrokerServer:
                 for client, both in sorted(self._traffic.items())
             ),
             refusals=dict(core.intake.refusals),
+            memory_bytes=self._process.memory_info().rss,
+            disk_free_bytes=psutil.disk_usage(str(self.ledger.path.parent)).free,
         )
 
     def _metrics(self, server_round: int) -> dict[str, float]:

@@ -13,10 +13,10 @@ from ravnest_fed.aggregation.reduce import ShardAccumulator, check_shard
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.blobs import BlobStore
 from ravnest_fed.codecs.counters import decode_counters
-from ravnest_fed.decree import check_body, check_votes, order_of
+from ravnest_fed.decree import check_body, check_votes, open_evidence, order_of
 from ravnest_fed.errors import PayloadError, RavnestError
 from ravnest_fed.federation import Federation
-from ravnest_fed.messages import Body, Commit, Evidence, Manifest, Reason, RoundRow, decode
+from ravnest_fed.messages import Body, Commit, Manifest, Reason, RoundRow, decode
 from ravnest_fed.replica import Replica, updates_of
 
 
@@ -106,7 +106,7 @@ class Workbench:
 
     def row(self, body: Body, seconds: float) -> RoundRow:
         """What the ledger keeps of a round for people to see; bytes are filled in by whoever counts them."""
-        evidence = decode(Evidence, self._store.read(body.evidence.hash))
+        evidence = open_evidence(self.federation, self._store.read(body.evidence.hash))
         manifests = [decode(Manifest, signed.payload) for signed in evidence.manifests]
         return RoundRow(
             server_round=body.server_round,

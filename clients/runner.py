@@ -17,6 +17,7 @@ import numpy as np
 
 from clients import effects as fx
 from clients import events as ev
+from clients.devices import describe, overlooked_gpus
 from clients.session import ClientSession
 from clients.trainer import LocalResult, LocalWork, RoundAbandoned, Trainer
 from ravnest_fed import codecs
@@ -25,7 +26,7 @@ from ravnest_fed.aggregation.reduce import BUFFER_CODEC
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.checkpoints import read_model
 from ravnest_fed.codecs.counters import encode_counters
-from ravnest_fed.decree import check_votes
+from ravnest_fed.decree import check_votes, open_commit
 from ravnest_fed.errors import RavnestError, RemoteProtocolError, SchemaMismatch, WrongFederation
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
@@ -51,6 +52,7 @@ from ravnest_fed.replica import Replica, updates_of
 from ravnest_fed.transfer import Ask, Downloads, Fetched, FetchFailed, Keep, TransferEffect, serve
 
 TICK_SECONDS = 0.1
+MAX_FETCH_BYTES = 2**36
 Tell = Callable[[fx.Tell], None]
 
 
@@ -146,7 +148,9 @@ class ClientRunner:
             case fx.Send(broker, message):
                 self._lines[broker].send(encode(message))
             case fx.Fetch(ref, broker):
-                if self._blobs.has(ref.hash):
+                if ref.length > MAX_FETCH_BYTES:
+                    self._loop.call_soon(self._handle, ev.Missed(ref.hash))
+                elif self._blobs.has(ref.hash):
                     self._loop.call_soon(self._handle, ev.Fetched(ref.hash))
                 else:
                     self._apply_transfer(self._downloads.start(ref, [broker], time.monotonic()))
@@ -215,7 +219,7 @@ class ClientRunner:
 
     def _open_commit(self, ref: BlobRef) -> ev.Event:
         assert self.session.federation is not None
-        commit = decode(Commit, self._blobs.read(ref.hash))
+        commit = open_commit(self._blobs.read(ref.hash))
         self._blobs.remove(ref.hash)
         check_votes(self.session.federation, commit)
         body = decode(Body, commit.body)
@@ -239,7 +243,14 @@ class ClientRunner:
             partition = Partition(members.index(self.identity.node_id), len(members), seed)
             self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed, file)
         self._trainer.load_data()
+        device = self._trainer.device
+        self._tell_later(fx.Tell("trains on", {"device": describe(device)}))
+        if hint := overlooked_gpus(device):
+            self._tell_later(fx.Tell("hint", {"gpu": hint}, warning=True))
         return ev.Prepared(self.replica.head)
+
+    def _tell_later(self, told: fx.Tell) -> None:
+        self._loop.call_soon_threadsafe(self._tell, told)
 
     def _fold(self, server_round: int) -> ev.Event:
         assert self.replica is not None
@@ -257,8 +268,7 @@ class ClientRunner:
             measured = self._trainer.evaluate(self.replica.state)
         except RavnestError as error:
             # What the recipe cannot measure costs the numbers, not the training.
-            told = fx.Tell("not evaluated", {"round": server_round, "reason": str(error)}, warning=True)
-            self._loop.call_soon_threadsafe(self._tell, told)
+            self._tell_later(fx.Tell("not evaluated", {"round": server_round, "reason": str(error)}, warning=True))
             measured = None
         metrics, examples = measured if measured is not None else ({}, 0)
         return ev.Evaluated(server_round, metrics, examples)

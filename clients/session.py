@@ -361,7 +361,8 @@ class ClientSession:
         if following:
             return effects + following
         effects.append(fx.Evaluate(head.server_round))
-        return effects + self._start_training()
+        ordered = self._order is not None and self._order[1].base_round >= head.server_round
+        return effects + self._start_training() + ([] if ordered else self._ready())
 
     def _on_evaluated(self, event: ev.Evaluated) -> list[fx.Effect]:
         head = self.head
@@ -393,6 +394,9 @@ class ClientSession:
         if order is None or order.client != self.identity.node_id or order.federation != self.link.fingerprint:
             return []
         self._order = (signed, order)
+        pending = self._pending
+        if pending is not None and pending.base_round == order.base_round and not pending.receipted:
+            return self._offer_again()
         return self._start_training()
 
     def _start_training(self) -> list[fx.Effect]:

@@ -12,6 +12,7 @@ from ravnest_fed.aggregation.norms import clip_bound
 from ravnest_fed.aggregation.weighting import weigh
 from ravnest_fed.errors import VerificationError
 from ravnest_fed.federation import Federation
+from ravnest_fed.framing import pack, unpack
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
 from ravnest_fed.messages import (
@@ -34,6 +35,12 @@ from ravnest_fed.messages import (
 
 MAX_METRIC = 1e100
 """Greatest magnitude of a metric: sums over all clients, weighted by their examples, stay finite."""
+
+
+MAX_RECORD_BYTES = 2**28
+"""Most bytes of a commit: the body of a million contributions."""
+MAX_FACT_BYTES = 8192
+"""Most bytes that one signed manifest or evaluation takes up in evidence."""
 
 
 def count(federation: Federation, head: Head, manifest: Manifest, manifest_hash: bytes) -> Counted:
@@ -99,7 +106,13 @@ def evaluation_of(federation: Federation, head: Head, signed: Signed) -> Evaluat
 
 def evidence_for(manifests: Sequence[Signed], evaluations: Iterable[Signed]) -> bytes:
     """The evidence blob: manifests in the order counted, evaluations by client."""
-    return encode(Evidence(tuple(manifests), tuple(sorted(evaluations, key=lambda one: one.node_id))))
+    return pack(encode(Evidence(tuple(manifests), tuple(sorted(evaluations, key=lambda one: one.node_id)))))
+
+
+def open_evidence(federation: Federation, evidence: bytes) -> Evidence:
+    """The facts in an evidence blob. Raises PayloadError or RemoteProtocolError."""
+    facts = federation.limits.max_contributions + len(federation.members)
+    return decode(Evidence, unpack(evidence, MAX_FACT_BYTES * facts))
 
 
 def draft(
@@ -112,7 +125,7 @@ def draft(
     date_reached: bool,
 ) -> Body:
     """The body for these results, with `model_hash` and `state_hash` still empty: folding gives them."""
-    facts = decode(Evidence, evidence)
+    facts = open_evidence(federation, evidence)
     opened = [evaluation_of(federation, head, signed) for signed in facts.evaluations]
     metrics = weighted_means([one for one in opened if one is not None])
     history = federation.strategy.norm_history
@@ -163,7 +176,7 @@ def check_body(federation: Federation, head: Head, body: Body, evidence: bytes) 
         raise VerificationError(f"{where}: the body does not follow the head, round {head.server_round}")
     if BlobRef.of(evidence).bare() != body.evidence.bare():
         raise VerificationError(f"{where}: the evidence has another hash than the body names")
-    facts = decode(Evidence, evidence)
+    facts = open_evidence(federation, evidence)
     if len(body.counted) != len(facts.manifests) or not body.counted:
         raise VerificationError(f"{where}: the body counts other contributions than its evidence holds")
     if len(body.counted) > federation.limits.max_contributions:
@@ -231,6 +244,11 @@ def order_of(federation: Federation, manifest: Manifest) -> WorkOrder | None:
     ):
         return None
     return order
+
+
+def open_commit(record: bytes) -> Commit:
+    """The commit in a framed record, as it travels. Raises PayloadError or RemoteProtocolError."""
+    return decode(Commit, unpack(record, MAX_RECORD_BYTES))
 
 
 def check_votes(federation: Federation, commit: Commit) -> int:

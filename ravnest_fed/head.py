@@ -32,6 +32,8 @@ class CountedSequences(msgspec.Struct, frozen=True, array_like=True):
 
     def with_sequence(self, sequence: int) -> "CountedSequences":
         """The table's entry after `sequence` was counted too."""
+        if self.holds(sequence):
+            return self
         mask = (1 << SEQUENCE_WINDOW) - 1
         if sequence > self.highest:
             distance = sequence - self.highest

@@ -397,6 +397,8 @@ class Status(_Message, frozen=True):
     metrics: dict[int, dict[str, float]]
     clients: tuple[ClientRow, ...]
     refusals: dict[str, int]
+    memory_bytes: int = 0
+    disk_free_bytes: int = 0
 
 
 # --- broker and broker -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from brokers import effects as fx
@@ -19,6 +20,7 @@ from ravnest_fed.aggregation.norms import combine, square_sum
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.codecs.counters import encode_counters
 from ravnest_fed.federation import Federation, from_tables
+from ravnest_fed.framing import pack
 from ravnest_fed.hashing import merkle_root
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
@@ -41,7 +43,7 @@ from ravnest_fed.messages import (
     encode,
     sign,
 )
-from ravnest_fed.parameters import BLOCK, ModelState
+from ravnest_fed.parameters import BLOCK, ModelState, Schema
 from ravnest_fed.replica import Replica, model_hash
 
 
@@ -51,10 +53,18 @@ def identity(name: str) -> Identity:
 
 
 def federation_of(
-    brokers: int, clients: int, values: int = 3 * BLOCK, shard_size: int = BLOCK, **settings: dict[str, object]
+    brokers: int,
+    clients: int,
+    values: int = 3 * BLOCK,
+    shard_size: int = BLOCK,
+    schema: Schema | None = None,
+    **settings: dict[str, object],
 ) -> tuple[Federation, ModelState]:
-    """A federation of `values` parameters, a buffer and a counter, and its initial state; `settings` by table."""
-    schema = {
+    """A federation and its initial state; `settings` by table.
+
+    Without a `schema` of its own it has `values` parameters, a buffer and a counter.
+    """
+    default = {
         "parameters": [["weight", [values], "float32"]],
         "buffers": [["norm.running_var", [5], "float32", 0.0]],
         "counters": [["norm.num_batches_tracked", [1], "int64"]],
@@ -78,11 +88,13 @@ def federation_of(
             for n in range(1, brokers + 1)
         ],
         "members": [{"name": f"c{n}", **keys_of(identity(f"c{n}"))} for n in range(1, clients + 1)],
-        "schema": schema,
+        "schema": msgspec.to_builtins(schema) if schema else default,
         **settings,
     }
     federation = from_tables(tables, "the test")
     state = ModelState.zeros(federation.schema)
+    if schema:
+        return federation, state
     state.vector[:values] = np.random.default_rng(7).standard_normal(values, np.float32)
     state.vector[federation.schema.parameter_stop :][:5] = 1.0
     return federation, state
@@ -163,7 +175,7 @@ class JoinedBroker:
                     joined.clients[session].receive(self, message)
             case fx.SendCommits(to, peer, after):
                 for server_round in range(after + 1, self.core.head.server_round + 1):
-                    record = encode(self.disk.commits[server_round])
+                    record = pack(encode(self.disk.commits[server_round]))
                     self.memory.put(record)
                     notice = CommitNotice(server_round, BlobRef.of(record))
                     if peer:

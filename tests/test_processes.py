@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from tiny_federation import Ended, call, cluster_of, found_tiny, one_line_error, operator, said, until, write_recipe
 
+from brokers.server import COMMITS_AT_ONCE
 from ravnest_fed import errors
 from ravnest_fed.cluster import Cluster, Node
 from ravnest_fed.federation import Federation
@@ -82,6 +83,18 @@ def test_a_broker_that_has_not_the_links_key_is_found_out(lonely: Cluster) -> No
     one_line_error(done.errors, "b1", "does not prove the key", "operator")
     assert done.status == errors.KeyRefused.exit_status
     assert done.seconds < 10
+
+
+def test_a_client_that_comes_back_with_empty_hands_is_given_work(lonely: Cluster) -> None:
+    """The round waits for it, so it must be told what to do although it still has to catch up."""
+    lonely.start_client("c3")
+    until(lambda: reached(lonely, "b1", 2), "two rounds are committed")
+    lonely.kill("c3")
+    until(lambda: "waiting 1/2" in status_of(lonely), "the round waits for a second client")
+    lonely.start_client("c3")
+    before = rounds_of(lonely)
+    until(lambda: rounds_of(lonely) > before, "rounds go on")
+    lonely.kill("c3")
 
 
 def test_a_link_of_another_federation(lonely: Cluster) -> None:
@@ -172,7 +185,8 @@ def test_a_client_without_data_ends_alone(training: Cluster, monkeypatch: pytest
 
 
 def test_a_late_client_comes_to_the_same_model(training: Cluster) -> None:
-    until(lambda: rounds_of(training) >= 10, "ten rounds are committed")
+    # More rounds than a broker announces at once.
+    until(lambda: rounds_of(training) > COMMITS_AT_ONCE, "enough rounds are committed")
     node = training.start_client("c5")
     until(lambda: said(node, "contribution taken"), "the late client takes part")
     begun = rounds_of(training)

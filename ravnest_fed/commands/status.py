@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ravnest_fed.commands.failing import failing_cleanly
 from ravnest_fed.commands.options import debug_option, folder_argument
+from ravnest_fed.commands.round_table import readable_bytes
 from ravnest_fed.errors import BrokerUnreachable
 from ravnest_fed.federation import FILE_NAME, Federation
 from ravnest_fed.founding import OPERATOR_KEY
@@ -31,16 +32,17 @@ def status(folder: Path, debug: bool) -> None:
     operator = Identity.load(folder / OPERATOR_KEY)
     answers = asyncio.run(_ask(federation, operator))
     table = Table(title=f"{federation.federation.name}, {len(federation.brokers)} brokers", title_justify="left")
-    for column in ("broker", "round", "model", "clients", "sees", "state"):
+    for column in ("broker", "round", "model", "clients", "sees", "memory", "disk free", "state"):
         table.add_column(column, justify="right" if column in ("round", "clients") else "left")
     for name, answer in answers.items():
         if isinstance(answer, str):
-            table.add_row(name, "", "", "", "", f"[red]{escape(answer)}[/red]")
+            table.add_row(name, "", "", "", "", "", "", f"[red]{escape(answer)}[/red]")
             continue
         live = sum(row.live for row in answer.clients)
         peers = ", ".join(federation.name_of(peer) for peer in answer.peers) or "nobody"
         state = f"ended: {answer.stop}" if answer.stop else answer.waiting
-        table.add_row(name, str(answer.server_round), answer.model_hash.hex()[:12], str(live), peers, state)
+        sizes = (readable_bytes(answer.memory_bytes), readable_bytes(answer.disk_free_bytes))
+        table.add_row(name, str(answer.server_round), answer.model_hash.hex()[:12], str(live), peers, *sizes, state)
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
     if all(isinstance(answer, str) for answer in answers.values()):
         raise BrokerUnreachable("no broker answered", "check that the brokers run and that the addresses are right")
