@@ -156,6 +156,7 @@ class ClientSession:
         self._catching = None
         self._wanted = {}
         self._notices = {}
+        self._newest = 0
         self._asked_after = None
         return self._choose_home(now)
 

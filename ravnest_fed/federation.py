@@ -285,6 +285,9 @@ def with_settings(tables: dict[str, Any], settings: Mapping[str, str]) -> None:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             value = text
+        if not isinstance(value, bool | int | float | str):
+            # A date is a text here; no setting is a list or a table.
+            value = text
         tables.setdefault(table, {})[key] = value
 
 

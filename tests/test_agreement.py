@@ -285,6 +285,8 @@ def test_an_agreement_that_breaks_a_rule_is_found_out_by_two_decided_bodies(brok
     pytest.fail(f"{broken.__name__} was not found out")
 
 
-@pytest.mark.parametrize(("broken", "finding"), [(SaysFirst, "vote not recorded"), (PromisesFirst, "promise not recorded")])
+@pytest.mark.parametrize(
+    ("broken", "finding"), [(SaysFirst, "vote not recorded"), (PromisesFirst, "promise not recorded")]
+)
 def test_what_is_said_before_it_is_recorded_is_seen_at_once(broken: type[Agreement], finding: str) -> None:
     assert any(finding in run(broken, 3, seed).findings for seed in range(50))

@@ -77,7 +77,9 @@ def test_init_refuses_two_brokers_on_one_port(tmp_path: Path, brokers: tuple[str
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("address", ["b1.example", "b1.example:0", "b1.example:x", ":7700", "b1.example:65535", "::1:7"])
+@pytest.mark.parametrize(
+    "address", ["b1.example", "b1.example:0", "b1.example:x", ":7700", "b1.example:65535", "::1:7"]
+)
 def test_init_refuses_what_is_no_address(tmp_path: Path, address: str) -> None:
     done = make(tmp_path, brokers=(address,))
     one_line_error(done.output, repr(address), "write it like")

@@ -39,7 +39,9 @@ def test_a_seed_gives_the_same_keys_always_and_each_seed_its_own() -> None:
     one, again, other = Identity(b"\1" * 32), Identity(b"\1" * 32), Identity(b"\2" * 32)
     keys = (one.public_key, one.curve_public, one.curve_secret, one.node_id)
     assert keys == (again.public_key, again.curve_public, again.curve_secret, again.node_id)
-    assert len({one.seed, one.public_key, one.curve_public, one.curve_secret, other.public_key, other.curve_public}) == 6
+    assert (
+        len({one.seed, one.public_key, one.curve_public, one.curve_secret, other.public_key, other.curve_public}) == 6
+    )
     assert one.node_id == node_id_of(one.public_key)
     assert len(one.node_id) == 32
     assert Identity.generate().seed != Identity.generate().seed

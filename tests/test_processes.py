@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -56,7 +57,9 @@ def reached(cluster: Cluster, broker: str, server_round: int) -> bool:
 @pytest.fixture(scope="module")
 def lonely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One broker, and one client of the two that a round needs."""
-    founded = found_tiny(tmp_path_factory.mktemp("lonely"), brokers=1, clients=3, min_contributions=2)
+    founded = found_tiny(
+        tmp_path_factory.mktemp("lonely"), brokers=1, clients=3, min_contributions=2, grace_seconds=0.5
+    )
     with cluster_of(founded) as cluster:
         cluster.start_broker("b1")
         cluster.start_client("c1")
@@ -127,12 +130,18 @@ def test_no_broker_there_is_said_within_ten_seconds(tmp_path: Path) -> None:
         # One address where nothing listens, and one that accepts a connection and then says nothing.
         deaf.bind(("127.0.0.1", founded_port(founded.federation, 1)))
         deaf.listen()
-        done = call("clients.command", "join", founded.link_files[0], "--recipe", tmp_path / "tiny.py")
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(
+                call, "clients.command", "join", founded.link_files[0], "--recipe", tmp_path / "tiny.py"
+            )
+            asked = operator("status", founded.folder)
+            done = joining.result()
     addresses = [broker.client_address for broker in founded.federation.brokers]
     one_line_error(done.errors, "does not answer", *addresses, "check the network")
     assert done.status == errors.BrokerUnreachable.exit_status
     assert done.seconds < 10
-    assert operator("status", founded.folder).exit_code == errors.BrokerUnreachable.exit_status
+    one_line_error(asked.output.splitlines()[-1], "no broker answered", "check that the brokers run")
+    assert asked.exit_code == errors.BrokerUnreachable.exit_status
 
 
 def founded_port(federation: Federation, broker: int) -> int:

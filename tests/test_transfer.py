@@ -123,9 +123,7 @@ def test_a_donor_that_lies_is_named_and_left_for_another(lie: bytes) -> None:
     honest = "b" if liar == "a" else "a"
     effects = downloads.on_chunk(liar, Chunk(bare(blob).hash, 0, lie), 1.0)
     assert effects == [Ask(honest, Want(bare(blob).hash, (0,)))]
-    assert downloads.on_chunk(honest, Chunk(bare(blob).hash, 0, lie), 2.0) == [
-        FetchFailed(bare(blob), (liar, honest))
-    ]
+    assert downloads.on_chunk(honest, Chunk(bare(blob).hash, 0, lie), 2.0) == [FetchFailed(bare(blob), (liar, honest))]
 
 
 def test_a_forged_chunk_list_is_a_lie() -> None:

@@ -180,12 +180,12 @@ def test_a_mean_survives_a_left_out_payload_that_is_gone() -> None:
     assert bench.reduce(made[:2], 0) == plain.reduce([plain.contribution(member) for member in range(2)], 0)
 
 
-def test_sums_of_another_round_or_scale_are_not_carried_over() -> None:
+@pytest.mark.parametrize(("server_round", "finer"), [(1, -20), (9, -20), (9, 0)])
+def test_sums_of_another_round_or_scale_are_not_carried_over(server_round: int, finer: int) -> None:
     bench, plain = Bench(), Bench()
     made = [bench.contribution(member) for member in range(3)]
-    scale = bench.reduction(made).scale_bits
-    bench.accumulate(made[0], 0, scale - 3)
-    bench.accumulate(made[1], 0, scale, server_round=9)
+    for one in made:
+        bench.accumulate(one, 0, bench.reduction(made).scale_bits + finer, server_round)
     assert bench.reduce(made, 0) == plain.reduce([plain.contribution(member) for member in range(3)], 0)
 
 
@@ -255,7 +255,9 @@ def test_bytes_that_are_no_body_or_have_too_few_votes_are_found_out() -> None:
     bench = Bench()
     decided = bench.decided()
     assert bench.bench.examine(Examine(b"\xc1", None)).finding
-    assert "majority" in bench.bench.examine(Examine(decided.raw, Commit(decided.raw, decided.commit.votes[:1]))).finding
+    assert (
+        "majority" in bench.bench.examine(Examine(decided.raw, Commit(decided.raw, decided.commit.votes[:1]))).finding
+    )
 
 
 def test_folding_what_gives_another_state_is_an_error() -> None:
