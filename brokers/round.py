@@ -19,6 +19,7 @@ from brokers.effects import (
     Preview,
     Reduce,
     SaveBlob,
+    SaveEquivocation,
     SavePromise,
     SaveVote,
     Say,
@@ -137,7 +138,8 @@ class OpenRound:
         contribution = self.contributions.add(signed, manifest, shards, home)
         if known is not None and known.manifest_hash != contribution.manifest_hash:
             self.contributions.drop_equivocator(manifest.client)
-            return self.advance(now)
+            kept = SaveEquivocation(manifest.client, self.head.server_round, known.signed, signed)
+            return [kept, *self.advance(now)]
         effects: list[Effect] = []
         if home == self._me:
             effects += self._to_all(Announcement(signed, shards))

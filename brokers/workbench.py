@@ -13,9 +13,10 @@ from ravnest_fed.aggregation.reduce import ShardAccumulator, check_shard
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.blobs import BlobStore
 from ravnest_fed.codecs.counters import decode_counters
-from ravnest_fed.decree import check_body, check_votes, open_evidence, order_of
-from ravnest_fed.errors import PayloadError, RavnestError
+from ravnest_fed.decree import check_body, check_votes, open_evidence
+from ravnest_fed.errors import LedgerError, PayloadError, RavnestError
 from ravnest_fed.federation import Federation
+from ravnest_fed.manifests import order_of
 from ravnest_fed.messages import Body, Commit, Manifest, Reason, RoundRow, decode
 from ravnest_fed.replica import Replica, updates_of
 
@@ -50,6 +51,8 @@ class Workbench:
                     check_shard(shard.kind, payload, shard.count, up, self.federation.limits.max_contributions)
         except OutOfRange as error:
             return Inspected(task.manifest_hash, Reason.OUT_OF_RANGE, str(error))
+        except LedgerError as error:
+            return Inspected(task.manifest_hash, Reason.DAMAGED_PAYLOAD, f"the upload was damaged on this disk: {error}")
         except PayloadError as error:
             reason = Reason.NOT_FINITE if "finite" in str(error) else Reason.DAMAGED_PAYLOAD
             return Inspected(task.manifest_hash, reason, str(error))

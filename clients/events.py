@@ -63,6 +63,13 @@ class CommitOpened:
 
 
 @dataclass(frozen=True)
+class CommitRefused:
+    """What the home broker sent as a commit is none, or no majority voted for it."""
+
+    finding: str
+
+
+@dataclass(frozen=True)
 class Folded:
     """The replica stands at this head now."""
 
@@ -118,6 +125,7 @@ Event = (
     | FederationRead
     | Prepared
     | CommitOpened
+    | CommitRefused
     | Folded
     | Evaluated
     | Trained

@@ -219,10 +219,14 @@ class ClientRunner:
 
     def _open_commit(self, ref: BlobRef) -> ev.Event:
         assert self.session.federation is not None
-        commit = open_commit(self._blobs.read(ref.hash))
+        record = self._blobs.read(ref.hash)
         self._blobs.remove(ref.hash)
-        check_votes(self.session.federation, commit)
-        body = decode(Body, commit.body)
+        try:
+            commit = open_commit(record)
+            check_votes(self.session.federation, commit)
+            body = decode(Body, commit.body)
+        except RavnestError as error:
+            return ev.CommitRefused(str(error))
         self._commits = {body.server_round: (commit, body)}
         return ev.CommitOpened(body.server_round, body.updates)
 

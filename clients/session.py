@@ -47,6 +47,8 @@ from ravnest_fed.messages import (
 
 JOIN_SECONDS = 6.0
 WELCOME_SECONDS = 6.0
+AVOID_SECONDS = 5.0
+"""How long a broker that left, or sent something wrong, is not chosen again."""
 PREFERENCE_SECONDS = 0.5
 """How long the preferred broker may take before another one that answers becomes home."""
 
@@ -58,6 +60,7 @@ class _Pending:
     base_round: int
     offer: Offer
     manifest_hash: bytes
+    sequence: int
     receipted: bool = False
 
 
@@ -123,7 +126,9 @@ class ClientSession:
                 self.head = head
                 return [fx.Evaluate(head.server_round), *self._ready()]
             case ev.CommitOpened(server_round, updates):
-                return self._on_commit_opened(server_round, updates)
+                return self._on_commit_opened(server_round, updates, now)
+            case ev.CommitRefused(finding):
+                return self._distrust_home(f"sent a bad commit: {finding}", now)
             case ev.Folded(head):
                 return self._on_folded(head)
             case ev.Evaluated():
@@ -228,7 +233,7 @@ class ClientSession:
             case Waiting(server_round=server_round, text=text):
                 return [fx.Tell("waiting", {"round": server_round, "for": text})] if text else []
             case Goodbye(reason=reason):
-                self._avoid[broker] = now + 5.0
+                self._avoid[broker] = now + AVOID_SECONDS
                 told = fx.Tell("home broker leaves", {"broker": broker, "reason": reason[:200]}, warning=True)
                 return [told, *self._lose_home(now)]
         return []
@@ -324,14 +329,22 @@ class ClientSession:
     def _on_missed(self, blob: bytes, now: float) -> list[fx.Effect]:
         if self._wanted.pop(blob, None) is None or self.home is None:
             return []
-        told = fx.Tell("broker lacks what it announced", {"broker": self.home}, warning=True)
-        self._avoid[self.home] = now + 5.0
+        return self._distrust_home("lacks what it announced", now)
+
+    def _distrust_home(self, why: str, now: float) -> list[fx.Effect]:
+        """Leave a broker that sent something wrong, for a while, if there is another one."""
+        if self.home is None:
+            return []
+        told = fx.Tell("home broker left", {"broker": self.home, "because": f"it {why}"[:300]}, warning=True)
+        self._avoid[self.home] = now + AVOID_SECONDS
         return [told, *self._lose_home(now)]
 
-    def _on_commit_opened(self, server_round: int, updates: tuple[BlobRef, ...]) -> list[fx.Effect]:
+    def _on_commit_opened(self, server_round: int, updates: tuple[BlobRef, ...], now: float) -> list[fx.Effect]:
         catching = self._catching
-        if catching is None or catching.server_round != server_round:
+        if catching is None:
             return []
+        if catching.server_round != server_round:
+            return self._distrust_home(f"sent round {server_round} as round {catching.server_round}", now)
         catching.missing = {ref.hash for ref in updates}
         return [effect for ref in {ref.hash: ref for ref in updates}.values() for effect in self._want(ref)]
 
@@ -351,7 +364,7 @@ class ClientSession:
         effects: list[fx.Effect] = []
         pending = self._pending
         if pending is not None and head.server_round > pending.base_round:
-            counted = head.was_counted(self.identity.node_id, self._sequence)
+            counted = head.was_counted(self.identity.node_id, pending.sequence)
             if counted:
                 self.contributions += 1
             else:
@@ -439,7 +452,7 @@ class ClientSession:
             order=signed,
         )
         proof = sign(self.identity, manifest)
-        self._pending = _Pending(order.base_round, Offer(proof, event.shards), signed_hash(proof))
+        self._pending = _Pending(order.base_round, Offer(proof, event.shards), signed_hash(proof), self._sequence)
         shown = {name: round(value, 4) for name, value in event.metrics.items()}
         told = fx.Tell("trained", {"round": order.base_round + 1, **shown, "seconds": round(event.seconds, 2)})
         return [told, *self._offer_again()]

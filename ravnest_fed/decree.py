@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from ravnest_fed.aggregation.fixed_point import choose_scale_bits
 from ravnest_fed.aggregation.norms import clip_bound
 from ravnest_fed.aggregation.weighting import weigh
-from ravnest_fed.errors import VerificationError
+from ravnest_fed.errors import AdmissionRefused, VerificationError
 from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack, unpack
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
+from ravnest_fed.manifests import order_of, require_countable
 from ravnest_fed.messages import (
     BlobRef,
     Body,
@@ -25,7 +26,6 @@ from ravnest_fed.messages import (
     Manifest,
     Reduction,
     Vote,
-    WorkOrder,
     body_hash,
     decode,
     encode,
@@ -174,7 +174,7 @@ def check_body(federation: Federation, head: Head, body: Body, evidence: bytes) 
         raise VerificationError(f"{where}: the body belongs to another federation")
     if body.server_round != head.server_round + 1 or body.parent != head.commit_hash:
         raise VerificationError(f"{where}: the body does not follow the head, round {head.server_round}")
-    if BlobRef.of(evidence).bare() != body.evidence.bare():
+    if BlobRef.of(evidence, inline=False) != body.evidence:
         raise VerificationError(f"{where}: the evidence has another hash than the body names")
     facts = open_evidence(federation, evidence)
     if len(body.counted) != len(facts.manifests) or not body.counted:
@@ -223,27 +223,13 @@ def contribution_finding(federation: Federation, head: Head, counted: Counted, s
         return "was counted before"
     if order_of(federation, manifest) is None:
         return "carries no valid work order"
+    try:
+        require_countable(federation, head, manifest)
+    except AdmissionRefused as error:
+        return f"cannot count: {error.what}"
     if counted != count(federation, head, manifest, signed_hash(signed)):
         return "is weighed wrongly"
     return ""
-
-
-def order_of(federation: Federation, manifest: Manifest) -> WorkOrder | None:
-    """The work order that a manifest fulfils, or None if no broker of the roster signed it for this client and base."""
-    signed = manifest.order
-    if signed.node_id not in federation.broker_by_id:
-        return None
-    order = open_signed(WorkOrder, signed, federation.public_key(signed.node_id))
-    if (
-        order is None
-        or order.federation != federation.fingerprint
-        or order.client != manifest.client
-        or order.base_round != manifest.base_round
-        or order.base_hash != manifest.base_hash
-        or order.max_examples > federation.max_examples
-    ):
-        return None
-    return order
 
 
 def open_commit(record: bytes) -> Commit:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ravnest_fed.blobs import DiskBlobs
-from ravnest_fed.errors import LedgerError, WrongFederation
+from ravnest_fed.errors import LedgerError, RemoteProtocolError, WrongFederation
 from ravnest_fed.identity import Signed
 from ravnest_fed.messages import BlobRef, Body, Commit, Manifest, RoundRow, body_hash, decode, encode, signed_hash
 
@@ -79,8 +79,9 @@ class Ledger:
             raise WrongFederation(
                 f"{folder} holds the ledger of another federation", "use an empty directory for each federation"
             )
-        self.blobs = DiskBlobs(folder / "blobs")
-        self.spool = DiskBlobs(folder / "spool")
+        # Who only reads must not take a running broker's half-written blobs away.
+        self.blobs = DiskBlobs(folder / "blobs", tidy=create)
+        self.spool = DiskBlobs(folder / "spool", tidy=create)
 
     def close(self) -> None:
         """Close the database."""
@@ -100,13 +101,24 @@ class Ledger:
     def commits(self, after: int = 0) -> Iterator[tuple[Commit, Body]]:
         """Commits in order, from the one after round `after`. Raises LedgerError at a gap or a damaged record."""
         for server_round in range(after + 1, self.last_round() + 1):
+            yield self._checked(server_round)
+
+    def _checked(self, server_round: int) -> tuple[Commit, Body]:
+        """The commit of a round, as whole and as the one it was when it was written."""
+        where, remedy = f"{self.path}: round {server_round}", "copy the ledger of another broker"
+        try:
             commit = self.commit(server_round)
             if commit is None:
-                raise LedgerError(f"{self.path} misses round {server_round}", "copy the ledger of another broker")
+                raise LedgerError(f"{where} is missing", remedy)
             body = decode(Body, commit.body)
-            if body.server_round != server_round:
-                raise LedgerError(f"{self.path} holds another round as round {server_round}")
-            yield commit, body
+            kept = self._db.execute("select body_hash from commits where server_round = ?", (server_round,)).fetchone()
+        except (RemoteProtocolError, sqlite3.Error) as error:
+            raise LedgerError(f"{where} is damaged: {getattr(error, 'what', error)}", remedy) from None
+        if body.server_round != server_round:
+            raise LedgerError(f"{where} holds round {body.server_round}", remedy)
+        if kept[0] != body_hash(commit.body):
+            raise LedgerError(f"{where} is damaged: its body has another hash than the one beside it", remedy)
+        return commit, body
 
     def save_commit(self, commit: Commit, row: RoundRow) -> None:
         """Append a commit, and forget what the rounds up to it needed."""

@@ -92,7 +92,7 @@ class Downloads:
                 self.cancel(ref.hash)
                 kept = [Keep(ref, index, bytes(chunk)) for index, chunk in enumerate(chunks(ref.inline))]
                 return [*kept, Fetched(ref)]
-            return [FetchFailed(ref, tuple(donors))]
+            return [] if ref.hash in self._downloads else [FetchFailed(ref, tuple(donors))]
         running = self._downloads.get(ref.hash)
         if running is None:
             running = self._downloads[ref.hash] = _Download(ref.bare(), [])

@@ -143,7 +143,7 @@ def test_commits_are_caught_up_with_at_the_next_home_when_the_first_is_lost(clie
 def test_a_broker_without_the_commit_that_it_named_is_left_for_another(client: Client) -> None:
     before = client.session.home
     client.hear(CommitNotice(1, commit_ref(1)))
-    assert told(client.do(ev.Missed(commit_ref(1).hash))) == ["broker lacks what it announced"]
+    assert told(client.do(ev.Missed(commit_ref(1).hash))) == ["home broker left"]
     assert client.session.home not in (before, None)
     assert client.do(ev.Missed(commit_ref(1).hash)) == []
 

@@ -168,7 +168,7 @@ BAD: list[tuple[str, Callable[[], Contribution], str]] = [
         ),
         "carries no valid work order",
     ),
-    ("a norm that is no number", lambda: contribution(ONE, HEAD, FIRST, norm=math.nan), "is weighed wrongly"),
+    ("a norm that is no number", lambda: contribution(ONE, HEAD, FIRST, norm=math.nan), "cannot count: the delta.s norm is not finite"),
 ]
 
 

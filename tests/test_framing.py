@@ -1,5 +1,6 @@
 """LZ4 frames: round trip, bounds, damage."""
 
+import contextlib
 import struct
 
 import pytest
@@ -34,7 +35,5 @@ def test_damage_raises_payload_error_or_gives_other_bytes_within_the_bound(conte
     frame[position] ^= data.draw(st.integers(1, 255))
     cut = data.draw(st.integers(0, len(frame)))
     for damaged in (bytes(frame), bytes(frame[:cut])):
-        try:
+        with contextlib.suppress(PayloadError):
             assert len(unpack(damaged, 4096)) <= 4096
-        except PayloadError:
-            pass

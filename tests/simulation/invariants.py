@@ -1,0 +1,104 @@
+"""What must hold after every event, whatever goes wrong."""
+
+from typing import TYPE_CHECKING
+
+from ravnest_fed.decree import check_votes
+from ravnest_fed.federation import Federation
+from ravnest_fed.head import Head
+from ravnest_fed.identity import Signed
+from ravnest_fed.messages import (
+    Body,
+    Commit,
+    CommitNotice,
+    Message,
+    Promise,
+    Receipt,
+    ReceiptNotice,
+    Vote,
+    VoteNotice,
+    body_hash,
+    decode,
+)
+
+if TYPE_CHECKING:
+    from tests.simulation.brokers import SimulatedBroker
+
+
+class InvariantBroken(AssertionError):
+    """A guarantee did not hold."""
+
+
+class Invariants:
+    """Watches one run."""
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
+        self.bodies: dict[int, bytes] = {}
+        self.models: dict[int, bytes] = {}
+        self.counted: dict[tuple[str, int], int] = {}
+        self.brokers: list[SimulatedBroker] = []
+
+    def committed(self, broker: "SimulatedBroker", commit: Commit, body: Body) -> None:
+        """A commit became durable on a broker: one a round, by a majority, counting nothing twice."""
+        found = body_hash(commit.body)
+        known = self.bodies.setdefault(body.server_round, found)
+        if known != found:
+            raise InvariantBroken(f"two commits of round {body.server_round}, the second on {broker.name}")
+        if known == found and len(self._holders(body.server_round)) == 1:
+            check_votes(self.federation, commit)
+            self._voters_hold_their_votes(commit, body)
+            for one in body.counted:
+                at = self.counted.setdefault((one.client, one.sequence), body.server_round)
+                if at != body.server_round:
+                    raise InvariantBroken(f"{one.client[:8]} #{one.sequence} is counted in rounds {at} and {body.server_round}")
+
+    def folded(self, broker: "SimulatedBroker", head: Head) -> None:
+        """A broker folded a commit: equal rounds, equal models."""
+        known = self.models.setdefault(head.server_round, head.model_hash)
+        if known != head.model_hash:
+            raise InvariantBroken(f"two models at round {head.server_round}, the second on {broker.name}")
+
+    def said_to_peer(self, broker: "SimulatedBroker", message: Message) -> None:
+        """A broker speaks to another: votes and promises are durable before they are said."""
+        disk = broker.disk
+        if isinstance(message, VoteNotice) and message.vote.node_id == broker.identity.node_id:
+            self._vote_is_durable(broker, message.vote)
+        elif isinstance(message, Promise):
+            held = disk.record(message.server_round).promised
+            if message.server_round not in disk.commits and held < message.view:
+                raise InvariantBroken(f"{broker.name} said a promise of view {message.view} that is not on its disk")
+        elif isinstance(message, CommitNotice) and message.server_round not in disk.commits:
+            raise InvariantBroken(f"{broker.name} announced a commit that is not on its disk")
+
+    def said_to_client(self, broker: "SimulatedBroker", message: Message) -> None:
+        """A broker speaks to a client: receipts and commits are durable before they are said."""
+        if isinstance(message, ReceiptNotice):
+            receipt = decode(Receipt, message.receipt.payload)
+            if receipt.manifest_hash not in broker.disk.admitted:
+                raise InvariantBroken(f"{broker.name} gave a receipt for what is not on its disk")
+        elif isinstance(message, CommitNotice) and message.server_round not in broker.disk.commits:
+            raise InvariantBroken(f"{broker.name} announced a commit that is not on its disk")
+
+    def nothing_is_gone(self) -> None:
+        """Every committed round is still held by a broker, or can still be proposed from the votes of a majority."""
+        for server_round in self.bodies:
+            if not self._holders(server_round):
+                raise InvariantBroken(f"round {server_round} was committed and is on no disk")
+
+    def _holders(self, server_round: int) -> list[str]:
+        return [broker.name for broker in self.brokers if server_round in broker.disk.commits]
+
+    def _vote_is_durable(self, broker: "SimulatedBroker", signed: Signed) -> None:
+        vote = decode(Vote, signed.payload)
+        held = broker.disk.votes.get(vote.server_round)
+        if vote.server_round in broker.disk.commits:
+            return
+        if held is None or held[0] < vote.view or (held[0] == vote.view and body_hash(held[1]) != vote.body_hash):
+            raise InvariantBroken(f"{broker.name} said a vote in view {vote.view} that is not on its disk")
+
+    def _voters_hold_their_votes(self, commit: Commit, body: Body) -> None:
+        by_id = {broker.identity.node_id: broker for broker in self.brokers}
+        for signed in commit.votes:
+            broker = by_id[signed.node_id]
+            if body.server_round not in broker.disk.commits and body.server_round not in broker.disk.votes:
+                raise InvariantBroken(f"{broker.name} voted for round {body.server_round} and its disk does not know")
