@@ -1,6 +1,6 @@
 """A round's overhead in the demo: its time less the slowest client's training, and what a broker costs at rest.
 
-    python -m benchmarks.overhead [--json] [--rounds N] [--brokers N] [--clients N]
+python -m benchmarks.overhead [--json] [--rounds N] [--brokers N] [--clients N]
 """
 
 import argparse
@@ -78,9 +78,12 @@ def main() -> None:
         print(json.dumps(figures | {"targets_met": met}))
     else:
         print(f"broker: starts in {figures['broker_start_s']} s (target {START_TARGET}), rests at ", end="")
-        print(f"{figures['broker_idle_mb']} MB (target {IDLE_TARGET}) and {figures['broker_idle_cpu_share']:.2%} of a core")
+        print(
+            f"{figures['broker_idle_mb']} MB (target {IDLE_TARGET}) and {figures['broker_idle_cpu_share']:.2%} of a core"
+        )
         print(f"round: {figures['round_median_s']} s, training {figures['training_median_s']} s, overhead ", end="")
-        print(f"{figures['overhead_median_s']} s in the median (target {OVERHEAD_TARGET}), {figures['overhead_max_s']} s at most")
+        print(f"{figures['overhead_median_s']} s in the median (target {OVERHEAD_TARGET}), ", end="")
+        print(f"{figures['overhead_max_s']} s at most")
     sys.exit(0 if met else 1)
 
 

@@ -1,6 +1,6 @@
 """The demo on several seeds: accuracy reached on the digits, and whether all replicas end alike.
 
-    python -m benchmarks.seeds [--json] [--seeds N] [--rounds N]
+python -m benchmarks.seeds [--json] [--seeds N] [--rounds N]
 """
 
 import argparse
@@ -48,7 +48,9 @@ def main() -> None:
         print(json.dumps({"runs": results, "target_met": met}))
     else:
         for one in results:
-            print("  ".join(f"{name} {round(value, 4) if value is not None else 'never'}" for name, value in one.items()))
+            print(
+                "  ".join(f"{name} {round(value, 4) if value is not None else 'never'}" for name, value in one.items())
+            )
         print(f"every seed at {TARGET} and all replicas alike: {met}")
     sys.exit(0 if met else 1)
 

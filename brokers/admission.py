@@ -10,6 +10,7 @@ from ravnest_fed.identity import Signed
 from ravnest_fed.manifests import require_countable
 from ravnest_fed.messages import BlobRef, Manifest, Reason, open_signed
 
+
 def check_manifest(
     federation: Federation, head: Head, signed: Signed, shards: tuple[BlobRef, ...], highest_sequence: int
 ) -> Manifest:

@@ -86,6 +86,10 @@ class Contributions:
             if by_node.get(node_id)
         )
 
+    def held(self) -> int:
+        """How many shards of contributions are known to be held, over all brokers."""
+        return sum(len(shards) for by_node in self._holders.values() for shards in by_node.values())
+
     def holders(self, manifest_hash: bytes, shard: int) -> tuple[str, ...]:
         """The brokers that hold a shard of a contribution."""
         by_node = self._holders.get(manifest_hash, {})

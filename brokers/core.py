@@ -189,7 +189,7 @@ class BrokerCore:
         match message:
             case PeerHello(server_round=server_round):
                 self._peer_rounds[node_id] = server_round
-                return self._catch_up(now)
+                return self._catch_up(now) + self._fill_in(node_id, message)
             case Presence():
                 self.sessions.hear(node_id, message)
                 return self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
@@ -210,6 +210,14 @@ class BrokerCore:
         if about is not None and about != self.round.server_round:
             return self._about_another_round(node_id, message, about)
         return self.round.on_peer(node_id, message, now)
+
+    def _fill_in(self, node_id: str, hello: PeerHello) -> list[Effect]:
+        """Tell a broker at the same round what it does not know yet of the contributions."""
+        known = self.round.contributions
+        if hello.server_round != self.head.server_round:
+            return []
+        behind = hello.contributions < len(known) or hello.holdings < known.held()
+        return self.round.introduce(node_id) if behind else []
 
     def _about_another_round(self, node_id: str, message: Message, about: int) -> list[Effect]:
         if about == self.round.server_round + 1 and len(self._early) < MAX_EARLY:
@@ -287,7 +295,7 @@ class BrokerCore:
             case Offer() if not known.operator:
                 if message.manifest.node_id != known.node_id:
                     return [SendClient(session, Refused("wrong-signature", "this is another client's contribution"))]
-                highest = self._highest.get(known.node_id, 0)
+                highest = self._highest_of(known.node_id)
                 return self.intake.offer(session, message, self.head, self.round.contributions, highest)
             case Skip(base_round=base_round, reason=reason):
                 if base_round == self.head.server_round:
@@ -299,7 +307,8 @@ class BrokerCore:
                 effects = self._take_evaluation(signed)
                 return effects + self._to_peers(message) if effects else []
             case Goodbye():
-                return [EndSession(session), *self._lose(session, now)]
+                answer = SendClient(session, Goodbye("heard"))
+                return [answer, EndSession(session), *self._lose(session, now)]
             case StatusRequest():
                 return []
         return []
@@ -315,11 +324,15 @@ class BrokerCore:
             self.federation.fingerprint,
             self._me,
             self.head.server_round,
-            self._highest.get(hello.node_id, 0),
+            self._highest_of(hello.node_id),
             *self._welcome,
         )
         effects: list[Effect] = [SendClient(session, welcome)]
         return effects if greeted.operator else effects + self._presence_changed(now)
+
+    def _highest_of(self, client: str) -> int:
+        counted = self.head.counted.get(client)
+        return max(self._highest.get(client, 0), counted.highest if counted else 0)
 
     def _order(self, known: Session) -> list[Effect]:
         if known.operator or self.head.stop:
@@ -404,7 +417,10 @@ class BrokerCore:
         return effects
 
     def _hello(self) -> PeerHello:
-        return PeerHello(PROTOCOL_VERSION, self.federation.fingerprint, self._me, self.head.server_round)
+        known = self.round.contributions
+        return PeerHello(
+            PROTOCOL_VERSION, self.federation.fingerprint, self._me, self.head.server_round, len(known), known.held()
+        )
 
     def _live(self) -> frozenset[str]:
         return frozenset((self._me, *self._peers))

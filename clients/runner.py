@@ -20,13 +20,10 @@ from clients import events as ev
 from clients.devices import describe, overlooked_gpus
 from clients.session import ClientSession
 from clients.trainer import LocalResult, LocalWork, RoundAbandoned, Trainer
-from ravnest_fed import codecs
-from ravnest_fed.aggregation.norms import combine, square_sum
-from ravnest_fed.aggregation.reduce import BUFFER_CODEC
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.checkpoints import read_model
-from ravnest_fed.codecs.counters import encode_counters
 from ravnest_fed.decree import check_votes, open_commit
+from ravnest_fed.encoding import encode_delta
 from ravnest_fed.errors import RavnestError, RemoteProtocolError, SchemaMismatch, WrongFederation
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
@@ -296,27 +293,14 @@ class ClientRunner:
             return ev.TrainingFailed(order.base_round, str(error))
 
     def _encode(self, order: WorkOrder, result: LocalResult) -> ev.Event:
-        """Encode the delta shard by shard, and measure what the others will decode."""
         assert self.replica is not None
-        schema, codec = self.replica.schema, codecs.get(order.codec)
         delta = ModelState(np.ascontiguousarray(result.delta_vector), result.counters)
-        refs: list[BlobRef] = []
-        squares = []
-        for shard in schema.shards:
-            values: Any = delta.shard(shard)
-            if shard.kind == "counters":
-                payload = encode_counters(values)
-            elif shard.kind == "buffers":
-                payload = BUFFER_CODEC.encode(values)
-            else:
-                payload = codec.encode(values)
-                squares.append(square_sum(codec.decode(payload, shard.count)))
-            refs.append(self._outbox.put(payload))
+        encoded = encode_delta(self.replica.schema, order.codec, delta)
         return ev.Trained(
             order.base_round,
-            tuple(refs),
-            combine(squares),
-            max(part.max_abs for part in squares),
+            tuple(self._outbox.put(payload) for payload in encoded.payloads),
+            encoded.norm,
+            encoded.max_abs,
             result.num_examples,
             result.local_steps,
             result.metrics,

@@ -10,6 +10,8 @@ Rules:
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from clients import effects as fx
 from clients import events as ev
 from ravnest_fed.errors import BrokerUnreachable, KeyRefused, RavnestError, RecipeMismatch, WrongFederation
@@ -47,8 +49,12 @@ from ravnest_fed.messages import (
 
 JOIN_SECONDS = 6.0
 WELCOME_SECONDS = 6.0
+AGAIN_SECONDS, MOST_AGAIN_SECONDS = 4.0, 60.0
+"""After how long without an answer something is said again, at first and at the most."""
 AVOID_SECONDS = 5.0
 """How long a broker that left, or sent something wrong, is not chosen again."""
+GOODBYE_SECONDS = 3.0
+"""How long the answer to a goodbye is waited for."""
 PREFERENCE_SECONDS = 0.5
 """How long the preferred broker may take before another one that answers becomes home."""
 
@@ -57,11 +63,11 @@ PREFERENCE_SECONDS = 0.5
 class _Pending:
     """The contribution that waits to be counted."""
 
-    base_round: int
+    manifest: Manifest
     offer: Offer
     manifest_hash: bytes
-    sequence: int
     receipted: bool = False
+    refused: str = ""
 
 
 @dataclass
@@ -104,13 +110,24 @@ class ClientSession:
         self._training: int | None = None
         self._pending: _Pending | None = None
         self._sequence = 0
+        self._leap = 1
+        self._again_at = 0.0
+        self._again_after = AGAIN_SECONDS
         self._wanted: dict[bytes, BlobRef] = {}
-        self._leaving = False
+        self._leaving = ""
+        self._left_at = now
+        self._now = now
 
     # --- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[fx.Effect]:
         """Take one event."""
+        if self._leaving:
+            return self._while_leaving(event, now)
+        self._now = now
+        if not isinstance(event, ev.Tick):
+            self._again_after = AGAIN_SECONDS
+            self._again_at = now + AGAIN_SECONDS
         match event:
             case ev.Line(broker, state):
                 return self._on_line(broker, state, now)
@@ -123,7 +140,7 @@ class ClientSession:
             case ev.FederationRead(federation):
                 return self._on_federation(federation)
             case ev.Prepared(head):
-                self.head = head
+                self._take_head(head)
                 return [fx.Evaluate(head.server_round), *self._ready()]
             case ev.CommitOpened(server_round, updates):
                 return self._on_commit_opened(server_round, updates, now)
@@ -166,7 +183,7 @@ class ClientSession:
         return self._choose_home(now)
 
     def _choose_home(self, now: float) -> list[fx.Effect]:
-        if self.home is not None or self._leaving:
+        if self.home is not None:
             return []
         usable = [name for name in self._names if self._lines.get(name) == "up" and self._avoid.get(name, 0.0) <= now]
         if not usable or self._first_up is None:
@@ -181,7 +198,7 @@ class ClientSession:
 
     def _give_up(self, now: float) -> list[fx.Effect]:
         """Before the first welcome, end with the reason once no broker can be had; afterwards never."""
-        if self._ever_greeted or self._leaving:
+        if self._ever_greeted:
             return []
         states = [self._lines.get(name, "no answer") for name in self._names]
         if now - self._started < JOIN_SECONDS and not all(state == "refused" for state in states):
@@ -209,7 +226,19 @@ class ClientSession:
             silent = self.home
             effects: list[fx.Effect] = [fx.Tell("broker is silent", {"broker": silent}, warning=True)]
             return effects + self._lose_home(now)
-        return self._choose_home(now) or self._give_up(now)
+        return self._choose_home(now) or self._give_up(now) or self._say_again(now)
+
+    def _say_again(self, now: float) -> list[fx.Effect]:
+        """Repeat what no answer came to; every message may be repeated. The pauses grow, and any progress ends them."""
+        if self.home is None or not self._greeted or self.head is None or now < self._again_at:
+            return []
+        waits = self._pending is not None and not self._pending.receipted and not self._pending.refused
+        idle = self._training is None and not self._folding and self._catching is None
+        self._again_at = now + self._again_after
+        self._again_after = min(2 * self._again_after, MOST_AGAIN_SECONDS)
+        if waits:
+            return self._offer_again()
+        return self._ready() if idle and not self.head.stop else []
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -357,14 +386,20 @@ class ClientSession:
             effects.append(fx.AbandonTraining())
         return [*effects, fx.Fold(catching.server_round)]
 
+    def _take_head(self, head: Head) -> None:
+        self.head = head
+        counted = head.counted.get(self.identity.node_id)
+        if counted is not None:
+            self._sequence = max(self._sequence, counted.highest)
+
     def _on_folded(self, head: Head) -> list[fx.Effect]:
         self._folding = False
-        self.head = head
+        self._take_head(head)
         self._notices = {number: ref for number, ref in self._notices.items() if number > head.server_round}
         effects: list[fx.Effect] = []
         pending = self._pending
-        if pending is not None and head.server_round > pending.base_round:
-            counted = head.was_counted(self.identity.node_id, pending.sequence)
+        if pending is not None and head.server_round > pending.manifest.base_round:
+            counted = head.was_counted(self.identity.node_id, pending.manifest.sequence)
             if counted:
                 self.contributions += 1
             else:
@@ -409,15 +444,19 @@ class ClientSession:
             return []
         self._order = (signed, order)
         pending = self._pending
-        if pending is not None and pending.base_round == order.base_round and not pending.receipted:
-            return self._offer_again()
+        if pending is not None and pending.manifest.base_round == order.base_round and not pending.receipted:
+            # A broker that had not reached this base when it refused shows by its order that it has now.
+            if pending.refused in ("", Reason.WRONG_BASE):
+                pending.refused = ""
+                return self._offer_again()
+            return []
         return self._start_training()
 
     def _start_training(self) -> list[fx.Effect]:
         if self._order is None or self.head is None or self._folding or self._training is not None:
             return []
         signed, order = self._order
-        done = self._pending is not None and self._pending.base_round == order.base_round
+        done = self._pending is not None and self._pending.manifest.base_round == order.base_round
         if order.base_round != self.head.server_round or order.base_hash != self.head.commit_hash or done:
             return []
         self._training = order.base_round
@@ -451,11 +490,14 @@ class ClientSession:
             training_seconds=event.seconds,
             order=signed,
         )
-        proof = sign(self.identity, manifest)
-        self._pending = _Pending(order.base_round, Offer(proof, event.shards), signed_hash(proof), self._sequence)
+        self._sign_pending(manifest, event.shards)
         shown = {name: round(value, 4) for name, value in event.metrics.items()}
         told = fx.Tell("trained", {"round": order.base_round + 1, **shown, "seconds": round(event.seconds, 2)})
         return [told, *self._offer_again()]
+
+    def _sign_pending(self, manifest: Manifest, shards: tuple[BlobRef, ...]) -> None:
+        proof = sign(self.identity, manifest)
+        self._pending = _Pending(manifest, Offer(proof, shards), signed_hash(proof))
 
     def _offer_again(self) -> list[fx.Effect]:
         if self._pending is None or self.home is None or not self._greeted:
@@ -473,13 +515,21 @@ class ClientSession:
         if receipt is None or receipt.manifest_hash != self._pending.manifest_hash or self._pending.receipted:
             return []
         self._pending.receipted = True
-        return [fx.Tell("contribution taken", {"round": self._pending.base_round + 1, "broker": self.home})]
+        return [fx.Tell("contribution taken", {"round": self._pending.manifest.base_round + 1, "broker": self.home})]
 
     def _on_refused(self, refused: Refused) -> list[fx.Effect]:
         if self._pending is None or refused.manifest_hash != self._pending.manifest_hash:
             return []
+        self._pending.refused = refused.reason
         told = fx.Tell("contribution refused", {"reason": refused.reason, "text": refused.text[:300]}, warning=True)
-        return [told]
+        if refused.reason != Reason.REPLAYED:
+            return [told]
+        # An earlier life of this client, whose memory is gone, used the sequence: go on above it.
+        self._leap *= 2
+        self._sequence += self._leap
+        manifest = msgspec.structs.replace(self._pending.manifest, sequence=self._sequence)
+        self._sign_pending(manifest, self._pending.offer.shards)
+        return [told, *self._offer_again()]
 
     def _on_training_failed(self, base_round: int, text: str) -> list[fx.Effect]:
         if self._training != base_round:
@@ -493,12 +543,25 @@ class ClientSession:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _leave(self, reason: str) -> list[fx.Effect]:
-        effects: list[fx.Effect] = []
-        if self.home is not None and self._greeted:
-            effects.append(fx.Send(self.home, Goodbye(reason)))
-        return effects + self._end(reason, None)
+        """Say goodbye, and wait for the answer: it shows that what was said before has arrived."""
+        if self.home is None or not self._greeted:
+            return self._end(reason, None)
+        self._leaving, self._left_at = reason, self._now
+        effects: list[fx.Effect] = [fx.AbandonTraining()] if self._training is not None else []
+        return [*effects, fx.Send(self.home, Goodbye(reason))]
+
+    def _while_leaving(self, event: ev.Event, now: float) -> list[fx.Effect]:
+        match event:
+            case ev.FromBroker(broker, Goodbye()) if broker == self.home:
+                return [fx.End(self._leaving)]
+            case ev.Line(broker) if broker == self.home:
+                return [fx.End(self._leaving)]
+            case ev.Leave():
+                return [fx.End(self._leaving)]
+            case ev.Tick() if now - self._left_at > GOODBYE_SECONDS:
+                return [fx.End(self._leaving)]
+        return []
 
     def _end(self, reason: str, error: RavnestError | None) -> list[fx.Effect]:
-        self._leaving = True
         effects: list[fx.Effect] = [fx.AbandonTraining()] if self._training is not None else []
         return [*effects, fx.End(reason, error)]

@@ -84,12 +84,12 @@ class MemoryBlobs:
 
 
 class DiskBlobs:
-    """Blobs as files below `folder`."""
+    """Blobs as files below `folder`. With `tidy`, what an earlier process left half-written is removed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tidy: bool = True) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("*.part"):
+        for leftover in folder.glob("*.part") if tidy else ():
             leftover.unlink()
         self._sizes: dict[bytes, int] = {}
         for file in folder.iterdir():

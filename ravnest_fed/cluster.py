@@ -92,7 +92,18 @@ class Cluster:
         node.process.wait()
 
     def stop(self) -> None:
-        """End every process: first asked, then killed."""
+        """End every process: first asked, then killed; all at once if that is interrupted."""
+        try:
+            self._stop_in_order()
+        except BaseException:
+            left = [node for node in (*self.clients.values(), *self.brokers.values()) if node.alive]
+            for node in left:
+                node.process.kill()
+            for node in left:
+                node.process.wait()
+            raise
+
+    def _stop_in_order(self) -> None:
         for group in (self.clients, self.brokers):
             nodes = [node for node in group.values() if node.alive]
             for node in nodes:

@@ -109,13 +109,13 @@ class Ledger:
         try:
             commit = self.commit(server_round)
             if commit is None:
-                raise LedgerError(f"{where} is missing", remedy)
+                raise LedgerError(f"{self.path} misses round {server_round}", remedy)
             body = decode(Body, commit.body)
             kept = self._db.execute("select body_hash from commits where server_round = ?", (server_round,)).fetchone()
         except (RemoteProtocolError, sqlite3.Error) as error:
             raise LedgerError(f"{where} is damaged: {getattr(error, 'what', error)}", remedy) from None
         if body.server_round != server_round:
-            raise LedgerError(f"{where} holds round {body.server_round}", remedy)
+            raise LedgerError(f"{self.path} holds another round as round {server_round}", remedy)
         if kept[0] != body_hash(commit.body):
             raise LedgerError(f"{where} is damaged: its body has another hash than the one beside it", remedy)
         return commit, body

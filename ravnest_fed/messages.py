@@ -405,12 +405,17 @@ class Status(_Message, frozen=True):
 
 
 class PeerHello(_Message, frozen=True):
-    """A broker's greeting to another, and its heartbeat."""
+    """A broker's greeting to another, and its heartbeat.
+
+    `contributions` and `holdings` count what it knows of the open round, so that the other can tell it what it missed.
+    """
 
     protocol: int
     federation: bytes
     node_id: str
     server_round: int
+    contributions: int = 0
+    holdings: int = 0
 
 
 class Presence(_Message, frozen=True):

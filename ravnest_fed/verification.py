@@ -1,6 +1,6 @@
 """Replaying a ledger: proof, from the signed federation file alone, that every commit is what a majority decided."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ravnest_fed.errors import LedgerError, RavnestError, VerificationError
 from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
 from ravnest_fed.ledger import FILE_NAME as LEDGER_FILE
 from ravnest_fed.ledger import Ledger
-from ravnest_fed.messages import body_hash
+from ravnest_fed.messages import Body, Commit, body_hash
 from ravnest_fed.replica import Replica, updates_of
 
 
@@ -42,7 +42,7 @@ def replay(folder: Path, check: bool, progress: Callable[[int], None] = lambda s
         replica = Replica(federation, read_model(folder / INITIAL_MODEL, federation.schema))
         if replica.head.model_hash.hex() != federation.federation.model_hash:
             raise VerificationError("the initial model is not the one that the federation signs")
-        for commit, body in ledger.commits():
+        for commit, body in _commits(ledger):
             where = f"round {body.server_round}"
             try:
                 if check:
@@ -58,6 +58,13 @@ def replay(folder: Path, check: bool, progress: Callable[[int], None] = lambda s
         return replica
     finally:
         ledger.close()
+
+
+def _commits(ledger: Ledger) -> Iterator[tuple[Commit, Body]]:
+    try:
+        yield from ledger.commits()
+    except LedgerError as error:
+        raise VerificationError(error.what, error.remedy) from error
 
 
 def furthest(folder: Path) -> Path:

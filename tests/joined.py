@@ -15,10 +15,8 @@ from brokers import effects as fx
 from brokers import events as ev
 from brokers.core import BrokerCore
 from brokers.workbench import Workbench
-from ravnest_fed import codecs
-from ravnest_fed.aggregation.norms import combine, square_sum
 from ravnest_fed.blobs import MemoryBlobs
-from ravnest_fed.codecs.counters import encode_counters
+from ravnest_fed.encoding import encode_delta
 from ravnest_fed.federation import Federation, from_tables
 from ravnest_fed.framing import pack
 from ravnest_fed.hashing import merkle_root
@@ -58,16 +56,17 @@ def federation_of(
     values: int = 3 * BLOCK,
     shard_size: int = BLOCK,
     schema: Schema | None = None,
+    small: bool = False,
     **settings: dict[str, object],
 ) -> tuple[Federation, ModelState]:
     """A federation and its initial state; `settings` by table.
 
-    Without a `schema` of its own it has `values` parameters, a buffer and a counter.
+    Without a `schema` of its own it has `values` parameters and, unless it is `small`, a buffer and a counter.
     """
     default = {
         "parameters": [["weight", [values], "float32"]],
-        "buffers": [["norm.running_var", [5], "float32", 0.0]],
-        "counters": [["norm.num_batches_tracked", [1], "int64"]],
+        "buffers": [] if small else [["norm.running_var", [5], "float32", 0.0]],
+        "counters": [] if small else [["norm.num_batches_tracked", [1], "int64"]],
         "frozen_hash": "",
         "shard_size": shard_size,
     }
@@ -278,17 +277,12 @@ class JoinedClient:
         assert self.order is not None
         federation = self.joined.federation
         order = decode(WorkOrder, self.order.payload)
-        codec = codecs.get(federation.codecs.up)
-        refs, squares = [], []
-        for shard in federation.schema.shards:
-            if shard.kind == "counters":
-                payload = encode_counters(np.array([order.local_steps], np.int64))
-            elif shard.kind == "buffers":
-                payload = codecs.get("fp32").encode(np.full(shard.count, 0.125, np.float32))
-            else:
-                payload = codec.encode(delta[shard.start : shard.stop])
-                squares.append(square_sum(codec.decode(payload, shard.count)))
-            refs.append(self.outbox.put(payload))
+        state = ModelState.zeros(federation.schema)
+        state.vector[: delta.size] = delta
+        state.vector[federation.schema.parameter_stop :] = 0.125
+        state.counters[:] = order.local_steps
+        encoded = encode_delta(federation.schema, federation.codecs.up, state)
+        refs = [self.outbox.put(payload) for payload in encoded.payloads]
         self.sequence += 1
         fields: dict[str, object] = {
             "federation": federation.fingerprint,
@@ -302,8 +296,8 @@ class JoinedClient:
             "shard_count": len(refs),
             "num_examples": order.max_examples // 2 + len(self.name) + int(self.name[1:]),
             "local_steps": order.local_steps,
-            "norm": combine(squares),
-            "max_abs": max(part.max_abs for part in squares),
+            "norm": encoded.norm,
+            "max_abs": encoded.max_abs,
             "metrics": {"loss": 1.0},
             "training_seconds": 1.0,
             "order": self.order,

@@ -201,9 +201,25 @@ def test_leaving_says_goodbye_and_ends_well() -> None:
     client = Client()
     client.join()
     effects = client.do(ev.Leave())
-    assert len(sent(effects, Goodbye)) == 1 and only(effects, fx.End)[0].error is None
-    assert client.line(FIRST, "down")[0] == fx.Tell("home broker lost", {"broker": FIRST}, warning=True)
-    assert client.session.home is None
+    assert len(sent(effects, Goodbye)) == 1 and not only(effects, fx.End)
+    (end,) = only(client.hear(Goodbye("heard")), fx.End)
+    assert end.error is None
+
+
+def test_a_goodbye_without_an_answer_ends_after_a_while() -> None:
+    client = Client()
+    client.join()
+    client.do(ev.Leave())
+    assert client.tick(2.9) == []
+    assert only(client.tick(0.2), fx.End)
+
+
+@pytest.mark.parametrize("event", [ev.Leave(), ev.Line(FIRST, "down")])
+def test_asking_twice_or_losing_home_ends_at_once(event: ev.Event) -> None:
+    client = Client()
+    client.join()
+    client.do(ev.Leave())
+    assert only(client.do(event), fx.End)
 
 
 def test_leaving_before_any_welcome_just_ends() -> None:

@@ -168,7 +168,11 @@ BAD: list[tuple[str, Callable[[], Contribution], str]] = [
         ),
         "carries no valid work order",
     ),
-    ("a norm that is no number", lambda: contribution(ONE, HEAD, FIRST, norm=math.nan), "cannot count: the delta.s norm is not finite"),
+    (
+        "a norm that is no number",
+        lambda: contribution(ONE, HEAD, FIRST, norm=math.nan),
+        "cannot count: the delta.s norm is not finite",
+    ),
 ]
 
 

@@ -20,8 +20,11 @@ from ravnest_fed.messages import Evaluation, decode
 
 pytestmark = pytest.mark.processes
 
+ANSWER_SECONDS = 8.0
+"""Ten seconds for a person, less the two in which torch is imported where nothing else runs."""
 
-def ended(node: Node, limit: float = 25.0) -> int:
+
+def ended(node: Node, limit: float = 60.0) -> int:
     """The exit status of a process that ends within `limit` seconds."""
     until(lambda: not node.alive, f"{node.name} ends; it said: {node.last_words()}", limit)
     return int(node.process.returncode)
@@ -49,6 +52,12 @@ def reached(cluster: Cluster, broker: str, server_round: int) -> bool:
     return said(cluster.brokers[broker], f"round={server_round} ") or said(
         cluster.brokers[broker], f"round={server_round}\n"
     )
+
+
+@pytest.fixture(scope="module")
+def start_up(lonely: Cluster) -> float:
+    """Seconds that a client takes, on this machine as it is now, before it dials."""
+    return join(lonely, link_of(lonely, "c2"), Path("no.py")).seconds
 
 
 # --- one client where two are needed ---------------------------------------------------------------------------------
@@ -79,13 +88,13 @@ def test_a_key_that_is_no_members_is_refused(lonely: Cluster) -> None:
     assert done.status == errors.KeyRefused.exit_status
 
 
-def test_a_broker_that_has_not_the_links_key_is_found_out(lonely: Cluster) -> None:
+def test_a_broker_that_has_not_the_links_key_is_found_out(lonely: Cluster, start_up: float) -> None:
     link = link_of(lonely, "c2")
     other = msgspec.structs.replace(link.brokers[0], curve_key=Identity.generate().curve_public)
     done = join(lonely, msgspec.structs.replace(link, brokers=(other,)))
     one_line_error(done.errors, "b1", "does not prove the key", "operator")
     assert done.status == errors.KeyRefused.exit_status
-    assert done.seconds < 10
+    assert done.seconds - start_up < ANSWER_SECONDS
 
 
 def test_a_client_that_comes_back_with_empty_hands_is_given_work(lonely: Cluster) -> None:
@@ -124,7 +133,7 @@ def test_a_port_in_use_is_named(lonely: Cluster) -> None:
     assert node.alive
 
 
-def test_no_broker_there_is_said_within_ten_seconds(tmp_path: Path) -> None:
+def test_no_broker_there_is_said_within_ten_seconds(tmp_path: Path, start_up: float) -> None:
     founded = found_tiny(tmp_path, brokers=2, clients=1)
     with socket.socket() as deaf:
         # One address where nothing listens, and one that accepts a connection and then says nothing.
@@ -139,7 +148,7 @@ def test_no_broker_there_is_said_within_ten_seconds(tmp_path: Path) -> None:
     addresses = [broker.client_address for broker in founded.federation.brokers]
     one_line_error(done.errors, "does not answer", *addresses, "check the network")
     assert done.status == errors.BrokerUnreachable.exit_status
-    assert done.seconds < 10
+    assert done.seconds - start_up < ANSWER_SECONDS
     one_line_error(asked.output.splitlines()[-1], "no broker answered", "check that the brokers run")
     assert asked.exit_code == errors.BrokerUnreachable.exit_status
 

@@ -77,7 +77,7 @@ class Ended:
     seconds: float
 
 
-def call(module: str, *arguments: object, limit: float = 40.0) -> Ended:
+def call(module: str, *arguments: object, limit: float = 90.0) -> Ended:
     """Run a command as a process to its end, which must come within `limit` seconds."""
     began = time.monotonic()
     words = [sys.executable, "-m", module, *(str(one) for one in arguments)]
@@ -85,7 +85,7 @@ def call(module: str, *arguments: object, limit: float = 40.0) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
 
-def until(condition: Callable[[], bool], what: str, limit: float = 25.0) -> None:
+def until(condition: Callable[[], bool], what: str, limit: float = 60.0) -> None:
     """Return once `condition` holds; fail with `what` if it does not within `limit` seconds."""
     deadline = time.monotonic() + limit
     while not condition():

@@ -60,7 +60,9 @@ def demo(
             brokers = 1
     if summary is not None and not summary.parent.is_dir():
         raise UsageError(f"there is no directory {summary.parent}", "make it first")
-    signal.signal(signal.SIGTERM, _interrupt)
+    for name in ("SIGTERM", "SIGHUP"):  # Windows has no hang-up
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _interrupt)
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-fed-"))) / "federation"
         result = _run(_recipe_path(recipe), brokers, clients, settings, folder)

@@ -26,7 +26,7 @@ DURABLE = (
     fx.SaveEvaluation,
     fx.SaveCommit,
 )
-NOTHING = BlobRef.of(b"")
+WELCOME = (BlobRef.of(b"federation file"), BlobRef.of(b"initial model"))
 
 
 @dataclass
@@ -80,6 +80,7 @@ class SimulatedBroker:
         self.disk = Disk()
         self.alive = False
         self.life = 0
+        self.skew = 0.0
         self.peers_up: set[str] = set()
         self.others: dict[str, SimulatedBroker] = {}
         self.deliver_to_client = lambda session, message: None
@@ -109,11 +110,11 @@ class SimulatedBroker:
             [one for base, one in self.disk.admitted.values() if base == head.server_round],
             [one for (at, _), one in self.disk.evaluations.items() if at == head.server_round],
             dict(self.disk.highest),
-            (NOTHING, NOTHING),
-            world.now,
+            WELCOME,
+            self.clock(),
         )
         world.note(self.name, f"starts at round {head.server_round}")
-        self.apply(self.core.start(world.now))
+        self.apply(self.core.start(self.clock()))
         self._tick()
 
     def crash(self, torn: bool) -> None:
@@ -136,12 +137,16 @@ class SimulatedBroker:
 
         self.world.after(0.25, tick)
 
+    def clock(self) -> float:
+        """This broker's own clock, which may have jumped."""
+        return self.world.now + self.skew
+
     # --- events and effects ------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
         """Feed the core."""
         if self.alive:
-            self.apply(self.core.handle(event, self.world.now))
+            self.apply(self.core.handle(event, self.clock()))
 
     def apply(self, effects: list[fx.Effect]) -> None:
         """Carry effects out in order; what stands behind a durable one waits until it is written."""
