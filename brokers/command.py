@@ -12,6 +12,7 @@ from typing import Any
 import click
 import structlog
 
+from ravnest_fed.commands.ending import call_when_input_closes
 from ravnest_fed.commands.failing import failing_cleanly
 from ravnest_fed.errors import UsageError
 from ravnest_fed.links import PREFIX
@@ -30,9 +31,17 @@ def cli() -> None:
 @click.option("--bind-clients", help="Address to listen on for clients, such as tcp://*:7700.")
 @click.option("--bind-brokers", help="Address to listen on for the other brokers, such as tcp://*:7701.")
 @click.option("--log-format", type=click.Choice(["console", "json"]), default="console", show_default=True)
+@click.option("--until-input-closes", is_flag=True, hidden=True, help="End when standard input closes.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @failing_cleanly
-def run(folder: Path, bind_clients: str | None, bind_brokers: str | None, log_format: str, debug: bool) -> None:
+def run(
+    folder: Path,
+    bind_clients: str | None,
+    bind_brokers: str | None,
+    log_format: str,
+    until_input_closes: bool,
+    debug: bool,
+) -> None:
     """Run the broker of FOLDER, one of the folders that `ravnest-fed init` made, until it is told to stop."""
     from brokers.server import BrokerServer
 
@@ -43,16 +52,18 @@ def run(folder: Path, bind_clients: str | None, bind_brokers: str | None, log_fo
     server = BrokerServer(
         folder, bind_clients or binds.get("bind_clients", ""), bind_brokers or binds.get("bind_brokers", ""), log
     )
-    asyncio.run(_until_told(server))
+    asyncio.run(_until_told(server, until_input_closes))
 
 
-async def _until_told(server: Any) -> None:
+async def _until_told(server: Any, until_input_closes: bool) -> None:
     task = asyncio.ensure_future(server.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # Windows has no such handlers; there Ctrl-C cancels the main task by itself.
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(number, task.cancel)
+    if until_input_closes:
+        call_when_input_closes(task.cancel)
     try:
         await task
     except asyncio.CancelledError:

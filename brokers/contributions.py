@@ -52,13 +52,12 @@ class Contributions:
         """Whether the client signed two different deltas for this round."""
         return client in self._equivocators
 
-    def drop_equivocator(self, client: str) -> None:
-        """Count nothing of this client in this round."""
+    def mark_equivocator(self, client: str) -> None:
+        """This broker plans with nothing of this client in this round.
+
+        What it sent stays known: another broker that has seen one delta only may count that one.
+        """
         self._equivocators.add(client)
-        manifest_hash = self._by_client.pop(client, None)
-        if manifest_hash:
-            self._by_hash.pop(manifest_hash, None)
-            self._holders.pop(manifest_hash, None)
 
     def add(self, signed: Signed, manifest: Manifest, shards: tuple[BlobRef, ...], home: str) -> Contribution:
         """A contribution was admitted by `home`, which holds every shard."""
@@ -67,7 +66,7 @@ class Contributions:
         bare = tuple(ref.bare() for ref in shards)
         contribution = Contribution(manifest_hash, manifest, signed, bare, home, counted)
         self._by_hash[manifest_hash] = contribution
-        self._by_client[manifest.client] = manifest_hash
+        self._by_client.setdefault(manifest.client, manifest_hash)
         self.hold(home, Holding(manifest_hash, tuple(range(len(shards)))))
         return contribution
 
@@ -104,6 +103,8 @@ class Contributions:
         roster = self._federation.roster
         found = []
         for contribution in self._by_hash.values():
+            if contribution.manifest.client in self._equivocators:
+                continue
             by_node = self._holders.get(contribution.manifest_hash, {})
             for shard, owner in enumerate(owners):
                 if shard in by_node.get(roster[owner], ()):

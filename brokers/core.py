@@ -80,6 +80,8 @@ from ravnest_fed.messages import (
 
 GREETING_SECONDS = 2.0
 """How often brokers tell each other where they stand."""
+STARTING_SECONDS = 3.0
+"""How long after its own start a broker takes those that are not connected for starting up too."""
 MAX_EARLY = 4096
 """Most messages about the next round that are kept until this broker gets there."""
 
@@ -117,7 +119,8 @@ class BrokerCore:
         self._catching_commit: tuple[Commit, Body, set[bytes]] | None = None
         self._asked_at = -1e9
         self._greeted_at = now
-        self.round = OpenRound(federation, head, identity, record, now)
+        self._patient_until = now + STARTING_SECONDS
+        self.round = OpenRound(federation, head, identity, record, self._patient_until, now)
         self._admitted_before = admitted
         self._evaluations_before = evaluations
 
@@ -337,6 +340,10 @@ class BrokerCore:
     def _order(self, known: Session) -> list[Effect]:
         if known.operator or self.head.stop:
             return []
+        contributions = self.round.contributions
+        if contributions.of_client(known.node_id) or contributions.equivocated(known.node_id):
+            # A client that lost its memory would sign a second delta for the round.
+            return []
         order = work_order(self.federation, self.head, known.node_id)
         return [SendClient(known.session, OrderNotice(sign(self._identity, order)))]
 
@@ -385,7 +392,7 @@ class BrokerCore:
         self.sessions.new_round()
         self._catching = self._catching_commit = None
         self._asked_at = -1e9
-        self.round = OpenRound(self.federation, self.head, self._identity, VoteRecord(), now)
+        self.round = OpenRound(self.federation, self.head, self._identity, VoteRecord(), self._patient_until, now)
         notice = CommitNotice(self.head.server_round, ref)
         for session in self.sessions.by_node.values():
             if session.ready >= 0:

@@ -69,13 +69,23 @@ MAX_VIEW_SECONDS = 60.0
 class OpenRound:
     """The round after `head`, from the side of the broker `identity`."""
 
-    def __init__(self, federation: Federation, head: Head, identity: Identity, record: VoteRecord, now: float) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        head: Head,
+        identity: Identity,
+        record: VoteRecord,
+        patient_until: float,
+        now: float,
+    ) -> None:
+        """Until `patient_until` (s) a broker that is not connected counts as starting up, not as gone."""
         self.federation = federation
         self.head = head
         self.server_round = head.server_round + 1
         self.contributions = Contributions(federation, head)
         self.outcome: Commit | None = None
         self.started = now
+        self._patient_until = patient_until
         self._identity = identity
         self._me = identity.node_id
         self._live: frozenset[str] = frozenset((self._me,))
@@ -136,11 +146,10 @@ class OpenRound:
         """A contribution was admitted here or at another broker; its owner's shards are fetched."""
         known = self.contributions.of_client(manifest.client)
         contribution = self.contributions.add(signed, manifest, shards, home)
-        if known is not None and known.manifest_hash != contribution.manifest_hash:
-            self.contributions.drop_equivocator(manifest.client)
-            kept = SaveEquivocation(manifest.client, self.head.server_round, known.signed, signed)
-            return [kept, *self.advance(now)]
         effects: list[Effect] = []
+        if known is not None and known.manifest_hash != contribution.manifest_hash:
+            self.contributions.mark_equivocator(manifest.client)
+            effects.append(SaveEquivocation(manifest.client, self.head.server_round, known.signed, signed))
         if home == self._me:
             effects += self._to_all(Announcement(signed, shards))
             for ref in shards:
@@ -252,7 +261,7 @@ class OpenRound:
     def tick(self, date_reached: bool, now: float) -> list[Effect]:
         """Time has passed: the grace may be over, a view may have run out, a fetch may be due again."""
         self._date_reached = date_reached
-        effects = self.advance(now)
+        effects = self._pass_over_the_dead(now) + self.advance(now)
         effects += self._supply.retries(tuple(sorted(self._live - {self._me})), now)
         if self._view_deadline is not None and now >= self._view_deadline and self.outcome is None:
             effects += self._change_view(now)
@@ -342,7 +351,9 @@ class OpenRound:
             missing = [one for one in known if not self._supply.has(one.shards[shard].hash, "spool")]
             for one in missing:
                 donors = self.contributions.holders(one.manifest_hash, shard)
-                effects += self._supply.want(one.shards[shard], tuple(node for node in donors if node != self._me), "spool")
+                effects += self._supply.want(
+                    one.shards[shard], tuple(node for node in donors if node != self._me), "spool"
+                )
             if not missing:
                 self._reducing.add((tag, shard))
                 effects.append(Reduce(plan.reduction, tag, shard, tuple(one.shards[shard] for one in known)))
@@ -464,7 +475,7 @@ class OpenRound:
         return [said, *self._enter(view, now)]
 
     def _pass_over_the_dead(self, now: float) -> list[Effect]:
-        if len(self._live) < self.federation.majority:
+        if len(self._live) < self.federation.majority or now < self._patient_until:
             return []
         view = self._agreement.view
         while self._agreement.proposer(view) not in self._live:

@@ -52,7 +52,9 @@ class Workbench:
         except OutOfRange as error:
             return Inspected(task.manifest_hash, Reason.OUT_OF_RANGE, str(error))
         except LedgerError as error:
-            return Inspected(task.manifest_hash, Reason.DAMAGED_PAYLOAD, f"the upload was damaged on this disk: {error}")
+            return Inspected(
+                task.manifest_hash, Reason.DAMAGED_PAYLOAD, f"the upload was damaged on this disk: {error}"
+            )
         except PayloadError as error:
             reason = Reason.NOT_FINITE if "finite" in str(error) else Reason.DAMAGED_PAYLOAD
             return Inspected(task.manifest_hash, reason, str(error))
@@ -84,6 +86,8 @@ class Workbench:
     def preview(self, task: Preview) -> Previewed:
         """The hashes that folding a draft would give."""
         try:
+            # What a proposer could not vote for must not be proposed: it would bind every later view.
+            check_body(self.federation, self.replica.head, task.draft, self._store.read(task.draft.evidence.hash))
             hashes = self.replica.preview(task.draft, b"", updates_of(task.draft, self._store))
         except RavnestError as error:
             return Previewed(task.draft, b"", b"", str(error))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from clients.effects import Tell
+from ravnest_fed.commands.ending import call_when_input_closes
 from ravnest_fed.commands.failing import failing_cleanly
 from ravnest_fed.errors import UsageError
 from ravnest_fed.links import parse_link
@@ -32,9 +33,10 @@ def cli() -> None:
 )
 @click.option("--device", default="auto", show_default=True, help="A torch device, such as cpu, cuda:0 or mps.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads for training; torch's own choice by default.")
+@click.option("--until-input-closes", is_flag=True, hidden=True, help="End when standard input closes.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @failing_cleanly
-def join(link: str, recipe: Path, device: str, threads: int | None, debug: bool) -> None:
+def join(link: str, recipe: Path, device: str, threads: int | None, until_input_closes: bool, debug: bool) -> None:
     """Join through LINK (or a file that holds it) and train until the federation ends."""
     parsed = parse_link(_link_text(link))
     import torch
@@ -46,16 +48,18 @@ def join(link: str, recipe: Path, device: str, threads: int | None, debug: bool)
         torch.set_num_threads(threads)
     console = Console(stderr=False, highlight=False, soft_wrap=True)
     runner = ClientRunner(parsed, load_recipe(recipe), lambda told: _show(console, told), device)
-    reason = asyncio.run(_until_told(runner))
+    reason = asyncio.run(_until_told(runner, until_input_closes))
     console.print(f"[bold]done[/bold]: {escape(reason)}; {runner.session.contributions} contributions counted")
 
 
-async def _until_told(runner: "ClientRunner") -> str:
+async def _until_told(runner: "ClientRunner", until_input_closes: bool) -> str:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         # Windows has no such handlers; there Ctrl-C ends the process without a goodbye.
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(number, runner.leave)
+    if until_input_closes:
+        call_when_input_closes(runner.leave)
     return await runner.run()
 
 

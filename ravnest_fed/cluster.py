@@ -59,14 +59,23 @@ class Cluster:
     def start_broker(self, name: str) -> Node:
         """Start a broker, or start it again."""
         folder = self.founded.folder / "brokers" / name
-        node = self._start(name, [BROKER_MODULE, "run", str(folder)])
+        node = self._start(name, [BROKER_MODULE, "run", str(folder), "--until-input-closes"])
         self.brokers[name] = node
         return node
 
     def start_client(self, name: str) -> Node:
         """Start a client, or start it again."""
         link = self.founded.folder / "members" / f"{name}.link"
-        arguments = [CLIENT_MODULE, "join", str(link), "--recipe", str(self.recipe), "--device", "cpu"]
+        arguments = [
+            CLIENT_MODULE,
+            "join",
+            str(link),
+            "--until-input-closes",
+            "--recipe",
+            str(self.recipe),
+            "--device",
+            "cpu",
+        ]
         node = self._start(name, [*arguments, "--threads", str(self.threads)])
         self.clients[name] = node
         return node
@@ -128,7 +137,8 @@ class Cluster:
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
-                stdin=subprocess.DEVNULL,
+                # Nodes end when this pipe closes: also where this process is killed and can end nobody.
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -81,12 +81,16 @@ class Invariants:
 
     def nothing_is_gone(self) -> None:
         """Every committed round is still held by a broker, or can still be proposed from the votes of a majority."""
-        for server_round in self.bodies:
-            if not self._holders(server_round):
+        for server_round, body in self.bodies.items():
+            if not self._holders(server_round) and not self._voters(server_round, body):
                 raise InvariantBroken(f"round {server_round} was committed and is on no disk")
 
     def _holders(self, server_round: int) -> list[str]:
         return [broker.name for broker in self.brokers if server_round in broker.disk.commits]
+
+    def _voters(self, server_round: int, body: bytes) -> list[str]:
+        held = [(broker.name, broker.disk.votes.get(server_round)) for broker in self.brokers]
+        return [name for name, vote in held if vote is not None and body_hash(vote[1]) == body]
 
     def _vote_is_durable(self, broker: "SimulatedBroker", signed: Signed) -> None:
         vote = decode(Vote, signed.payload)
