@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from ravnest_fed.decree import count
 from ravnest_fed.federation import Federation
+from ravnest_fed.hashing import digest
 from ravnest_fed.head import Head, balanced_owners
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import BlobRef, Counted, Holding, Manifest, signed_hash
+from ravnest_fed.messages import BlobRef, Counted, Holding, Manifest, encode, signed_hash
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,12 @@ class Contributions:
             if by_node.get(node_id)
         )
 
-    def held(self) -> int:
-        """How many shards of contributions are known to be held, over all brokers."""
-        return sum(len(shards) for by_node in self._holders.values() for shards in by_node.values())
+    def digest(self) -> bytes:
+        """A digest of which contributions are known and who holds what of them; equal for equal knowledge."""
+        parts = sorted(self._by_hash)
+        for manifest_hash, by_node in sorted(self._holders.items()):
+            parts += [manifest_hash, encode(sorted((node, sorted(shards)) for node, shards in by_node.items()))]
+        return digest("known contributions", *parts)[:16]
 
     def holders(self, manifest_hash: bytes, shard: int) -> tuple[str, ...]:
         """The brokers that hold a shard of a contribution."""

@@ -112,6 +112,7 @@ class BrokerCore:
         self._welcome = welcome
         self._peers: set[str] = set()
         self._peer_rounds: dict[str, int] = {}
+        self._peer_known: dict[str, bytes] = {}
         self._highest = dict(highest_sequences)
         self._early: list[tuple[str, Message]] = []
         self._commit_refs: dict[int, BlobRef] = {}
@@ -215,12 +216,11 @@ class BrokerCore:
         return self.round.on_peer(node_id, message, now)
 
     def _fill_in(self, node_id: str, hello: PeerHello) -> list[Effect]:
-        """Tell a broker at the same round what it does not know yet of the contributions."""
-        known = self.round.contributions
-        if hello.server_round != self.head.server_round:
+        """Tell a broker at the same round what we know, where it has been knowing something else for a while."""
+        before, self._peer_known[node_id] = self._peer_known.get(node_id), hello.known
+        if hello.server_round != self.head.server_round or hello.known != before:
             return []
-        behind = hello.contributions < len(known) or hello.holdings < known.held()
-        return self.round.introduce(node_id) if behind else []
+        return self.round.introduce(node_id) if hello.known != self.round.contributions.digest() else []
 
     def _about_another_round(self, node_id: str, message: Message, about: int) -> list[Effect]:
         if about == self.round.server_round + 1 and len(self._early) < MAX_EARLY:
@@ -424,9 +424,12 @@ class BrokerCore:
         return effects
 
     def _hello(self) -> PeerHello:
-        known = self.round.contributions
         return PeerHello(
-            PROTOCOL_VERSION, self.federation.fingerprint, self._me, self.head.server_round, len(known), known.held()
+            PROTOCOL_VERSION,
+            self.federation.fingerprint,
+            self._me,
+            self.head.server_round,
+            self.round.contributions.digest(),
         )
 
     def _live(self) -> frozenset[str]:

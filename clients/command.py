@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from platformdirs import user_data_path
 from rich.console import Console
 from rich.markup import escape
 
@@ -14,7 +15,8 @@ from clients.effects import Tell
 from ravnest_fed.commands.ending import call_when_input_closes
 from ravnest_fed.commands.failing import failing_cleanly
 from ravnest_fed.errors import UsageError
-from ravnest_fed.links import parse_link
+from ravnest_fed.identity import Identity
+from ravnest_fed.links import Link, parse_link
 
 if TYPE_CHECKING:
     from clients.runner import ClientRunner
@@ -33,10 +35,15 @@ def cli() -> None:
 )
 @click.option("--device", default="auto", show_default=True, help="A torch device, such as cpu, cuda:0 or mps.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads for training; torch's own choice by default.")
+@click.option(
+    "--state", type=click.Path(path_type=Path, file_okay=False), help="Where to keep what must survive a kill."
+)
 @click.option("--until-input-closes", is_flag=True, hidden=True, help="End when standard input closes.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @failing_cleanly
-def join(link: str, recipe: Path, device: str, threads: int | None, until_input_closes: bool, debug: bool) -> None:
+def join(
+    link: str, recipe: Path, device: str, threads: int | None, state: Path | None, until_input_closes: bool, debug: bool
+) -> None:
     """Join through LINK (or a file that holds it) and train until the federation ends."""
     parsed = parse_link(_link_text(link))
     import torch
@@ -47,7 +54,9 @@ def join(link: str, recipe: Path, device: str, threads: int | None, until_input_
     if threads:
         torch.set_num_threads(threads)
     console = Console(stderr=False, highlight=False, soft_wrap=True)
-    runner = ClientRunner(parsed, load_recipe(recipe), lambda told: _show(console, told), device)
+    runner = ClientRunner(
+        parsed, load_recipe(recipe), lambda told: _show(console, told), state or _state_of(parsed), device
+    )
     reason = asyncio.run(_until_told(runner, until_input_closes))
     console.print(f"[bold]done[/bold]: {escape(reason)}; {runner.session.contributions} contributions counted")
 
@@ -61,6 +70,12 @@ async def _until_told(runner: "ClientRunner", until_input_closes: bool) -> str:
     if until_input_closes:
         call_when_input_closes(runner.leave)
     return await runner.run()
+
+
+def _state_of(link: Link) -> Path:
+    """A directory of this user's for this member of this federation."""
+    member = Identity(link.seed).node_id
+    return user_data_path("ravnest-fed") / f"{link.fingerprint.hex()[:16]}-{member[:16]}"
 
 
 def _link_text(link: str) -> str:

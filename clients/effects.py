@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import BlobRef, Message, WorkOrder
+from ravnest_fed.messages import BlobRef, Message, Offer, WorkOrder
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,15 @@ class AbandonTraining:
 
 
 @dataclass(frozen=True)
-class Forget:
-    """Blobs of our own contribution that nobody will ask for any more."""
+class Keep:
+    """Make our own contribution durable, before what follows; its payloads are on disk."""
 
-    blobs: tuple[bytes, ...]
+    offer: Offer
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A commit has moved past our contribution: nobody will ask for it any more."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ Effect = (
     | Evaluate
     | Train
     | AbandonTraining
+    | Keep
     | Forget
     | Tell
     | End

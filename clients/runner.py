@@ -18,6 +18,7 @@ import numpy as np
 from clients import effects as fx
 from clients import events as ev
 from clients.devices import describe, overlooked_gpus
+from clients.outbox import Outbox
 from clients.session import ClientSession
 from clients.trainer import LocalResult, LocalWork, RoundAbandoned, Trainer
 from ravnest_fed.blobs import MemoryBlobs
@@ -54,19 +55,22 @@ Tell = Callable[[fx.Tell], None]
 
 
 class ClientRunner:
-    """Takes part with `loaded` through `link` until training ends. `tell` shows what happens to the machine's owner."""
+    """Takes part with `loaded` through `link` until training ends.
 
-    def __init__(self, link: Link, loaded: LoadedRecipe, tell: Tell, device: str = "auto") -> None:
+    `tell` shows what happens to the machine's owner; `state` is the directory for what must survive a kill.
+    """
+
+    def __init__(self, link: Link, loaded: LoadedRecipe, tell: Tell, state: Path, device: str = "auto") -> None:
         self.link = link
         self.identity = Identity(link.seed)
         self.replica: Replica | None = None
-        self.session = ClientSession(link, self.identity, loaded.hash, time.monotonic())
+        self._outbox = Outbox(state)
+        self.session = ClientSession(link, self.identity, loaded.hash, time.monotonic(), self._outbox.kept())
         self._loaded = loaded
         self._tell = tell
         self._device = device
         self._trainer: Trainer | None = None
         self._blobs = MemoryBlobs()
-        self._outbox = MemoryBlobs()
         self._downloads = Downloads()
         self._lines: dict[str, Line] = {}
         self._commits: dict[int, tuple[Commit, Body]] = {}
@@ -167,9 +171,10 @@ class ClientRunner:
                 self._work(self._training, lambda: self._train(order, abandoned))
             case fx.AbandonTraining():
                 self._abandoned.set()
-            case fx.Forget(blobs):
-                for blob in blobs:
-                    self._outbox.remove(blob)
+            case fx.Keep(offer):
+                self._outbox.keep(offer)
+            case fx.Forget():
+                self._outbox.clear()
             case fx.Tell():
                 self._tell(effect)
             case fx.End():

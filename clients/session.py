@@ -42,6 +42,7 @@ from ravnest_fed.messages import (
     Waiting,
     Welcome,
     WorkOrder,
+    decode,
     open_signed,
     sign,
     signed_hash,
@@ -81,7 +82,8 @@ class _Catching:
 class ClientSession:
     """One client's decisions. `now` is in seconds in every method."""
 
-    def __init__(self, link: Link, identity: Identity, recipe_hash: str, now: float) -> None:
+    def __init__(self, link: Link, identity: Identity, recipe_hash: str, now: float, kept: Offer | None = None) -> None:
+        """`kept` is the contribution that an earlier life of this client left on disk."""
         self.link = link
         self.identity = identity
         self.federation: Federation | None = None
@@ -109,7 +111,10 @@ class ClientSession:
         self._order: tuple[Signed, WorkOrder] | None = None
         self._training: int | None = None
         self._pending: _Pending | None = None
-        self._sequence = 0
+        if kept is not None and kept.manifest.node_id == identity.node_id:
+            manifest = decode(Manifest, kept.manifest.payload)
+            self._pending = _Pending(manifest, kept, signed_hash(kept.manifest))
+        self._sequence = self._pending.manifest.sequence if self._pending else 0
         self._leap = 1
         self._again_at = 0.0
         self._again_after = AGAIN_SECONDS
@@ -404,7 +409,7 @@ class ClientSession:
                 self.contributions += 1
             else:
                 effects.append(fx.Tell("contribution not counted", {"round": head.server_round}, warning=True))
-            effects.append(fx.Forget(tuple(ref.hash for ref in pending.offer.shards)))
+            effects.append(fx.Forget())
             self._pending = None
         following = self._follow()
         if following:
@@ -464,13 +469,12 @@ class ClientSession:
         return [told, fx.Train(order, signed)]
 
     def _on_trained(self, event: ev.Trained) -> list[fx.Effect]:
-        forget = fx.Forget(tuple(ref.hash for ref in event.shards))
         if self._training != event.base_round or self._order is None or self.head is None or self.federation is None:
-            return [forget]
+            return []
         signed, order = self._order
         self._training = None
         if order.base_round != event.base_round or self.head.server_round != event.base_round:
-            return [forget]
+            return []
         self._sequence += 1
         manifest = Manifest(
             federation=self.link.fingerprint,
@@ -490,14 +494,15 @@ class ClientSession:
             training_seconds=event.seconds,
             order=signed,
         )
-        self._sign_pending(manifest, event.shards)
+        kept = self._sign_pending(manifest, event.shards)
         shown = {name: round(value, 4) for name, value in event.metrics.items()}
         told = fx.Tell("trained", {"round": order.base_round + 1, **shown, "seconds": round(event.seconds, 2)})
-        return [told, *self._offer_again()]
+        return [told, kept, *self._offer_again()]
 
-    def _sign_pending(self, manifest: Manifest, shards: tuple[BlobRef, ...]) -> None:
+    def _sign_pending(self, manifest: Manifest, shards: tuple[BlobRef, ...]) -> fx.Effect:
         proof = sign(self.identity, manifest)
         self._pending = _Pending(manifest, Offer(proof, shards), signed_hash(proof))
+        return fx.Keep(self._pending.offer)
 
     def _offer_again(self) -> list[fx.Effect]:
         if self._pending is None or self.home is None or not self._greeted:
@@ -528,8 +533,8 @@ class ClientSession:
         self._leap *= 2
         self._sequence += self._leap
         manifest = msgspec.structs.replace(self._pending.manifest, sequence=self._sequence)
-        self._sign_pending(manifest, self._pending.offer.shards)
-        return [told, *self._offer_again()]
+        kept = self._sign_pending(manifest, self._pending.offer.shards)
+        return [told, kept, *self._offer_again()]
 
     def _on_training_failed(self, base_round: int, text: str) -> list[fx.Effect]:
         if self._training != base_round:

@@ -76,7 +76,8 @@ class Cluster:
             "--device",
             "cpu",
         ]
-        node = self._start(name, [*arguments, "--threads", str(self.threads)])
+        state = self.founded.folder / "state" / name
+        node = self._start(name, [*arguments, "--threads", str(self.threads), "--state", str(state)])
         self.clients[name] = node
         return node
 

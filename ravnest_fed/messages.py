@@ -407,15 +407,14 @@ class Status(_Message, frozen=True):
 class PeerHello(_Message, frozen=True):
     """A broker's greeting to another, and its heartbeat.
 
-    `contributions` and `holdings` count what it knows of the open round, so that the other can tell it what it missed.
+    `known` is a digest of what it knows of the open round's contributions, so that the other can see that it missed some.
     """
 
     protocol: int
     federation: bytes
     node_id: str
     server_round: int
-    contributions: int = 0
-    holdings: int = 0
+    known: bytes = b""
 
 
 class Presence(_Message, frozen=True):

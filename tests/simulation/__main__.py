@@ -1,7 +1,7 @@
 """Run ranges of seeds, or replay one as a readable trace.
 
-    python -m tests.simulation --seeds 0:2000
-    python -m tests.simulation --replay 17
+python -m tests.simulation --seeds 0:2000
+python -m tests.simulation --replay 17
 """
 
 import argparse

@@ -81,6 +81,7 @@ class SimulatedBroker:
         self.alive = False
         self.life = 0
         self.skew = 0.0
+        self.disk_lost = False
         self.peers_up: set[str] = set()
         self.others: dict[str, SimulatedBroker] = {}
         self.deliver_to_client = lambda session, message: None

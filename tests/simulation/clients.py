@@ -35,21 +35,24 @@ class SimulatedClient:
         self.brokers: dict[str, SimulatedBroker] = {}
         self.lines: dict[str, str] = {}
         self.models: dict[int, bytes] = {}
+        self.outbox = MemoryBlobs()
+        self.kept: Offer | None = None
         self._random = random.Random(world.random.random())
 
     # --- life and death ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start with nothing but the link: a client's memory does not survive."""
+        """Start with the link and the contribution on disk: the rest of a client's memory does not survive."""
         world = self.world
         self.life += 1
         self.alive = True
-        self.outbox = MemoryBlobs()
         self.fetched = MemoryBlobs()
         self.replica: Replica | None = None
         self._commits: dict[int, tuple[Commit, Body]] = {}
         self._training = 0
-        self.session = self.session_class(link_for(world.federation, self.identity), self.identity, "", world.now)
+        self.session = self.session_class(
+            link_for(world.federation, self.identity), self.identity, "", world.now, self.kept
+        )
         # What brokers serve as federation file and initial model are mere names here; both are at hand.
         self.session.federation = world.federation
         world.note(self.name, "starts")
@@ -115,9 +118,10 @@ class SimulatedClient:
                 self._later(0.1 + self._random.random(), lambda: self._trained(order, number))
             case fx.AbandonTraining():
                 self._training += 1
-            case fx.Forget(blobs):
-                for blob in blobs:
-                    self.outbox.remove(blob)
+            case fx.Keep(offer):
+                self.kept = offer
+            case fx.Forget():
+                self.kept = None
             case fx.Tell(event, fields):
                 self.world.note(self.name, f"{event} {fields}")
             case fx.End(reason, error):

@@ -50,7 +50,9 @@ class Invariants:
             for one in body.counted:
                 at = self.counted.setdefault((one.client, one.sequence), body.server_round)
                 if at != body.server_round:
-                    raise InvariantBroken(f"{one.client[:8]} #{one.sequence} is counted in rounds {at} and {body.server_round}")
+                    raise InvariantBroken(
+                        f"{one.client[:8]} #{one.sequence} is counted in rounds {at} and {body.server_round}"
+                    )
 
     def folded(self, broker: "SimulatedBroker", head: Head) -> None:
         """A broker folded a commit: equal rounds, equal models."""
@@ -104,5 +106,7 @@ class Invariants:
         by_id = {broker.identity.node_id: broker for broker in self.brokers}
         for signed in commit.votes:
             broker = by_id[signed.node_id]
+            if broker.disk_lost:
+                continue
             if body.server_round not in broker.disk.commits and body.server_round not in broker.disk.votes:
                 raise InvariantBroken(f"{broker.name} voted for round {body.server_round} and its disk does not know")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from brokers import events as ev
 from ravnest_fed.errors import RavnestError
 from tests.joined import federation_of, identity
-from tests.simulation.brokers import SimulatedBroker
+from tests.simulation.brokers import Disk, SimulatedBroker
 from tests.simulation.clients import SimulatedClient
 from tests.simulation.faults import FAULTY_SECONDS, Fault, draw
 from tests.simulation.invariants import InvariantBroken, Invariants
@@ -49,9 +49,7 @@ class Run:
         clients = [member.name for member in federation.members]
         self.plan = draw(source, names, clients)
         self.world.weather = self.plan.weather
-        self.brokers = {
-            name: self.broker_class(self.world, self.invariants, name, identity(name)) for name in names
-        }
+        self.brokers = {name: self.broker_class(self.world, self.invariants, name, identity(name)) for name in names}
         self.clients = {
             name: self.client_class(self.world, name, identity(name), name in self.plan.cheaters) for name in clients
         }
@@ -60,7 +58,9 @@ class Run:
         self._numbers = 0
         for broker in self.brokers.values():
             broker.others = {one.identity.node_id: one for one in self.brokers.values() if one is not broker}
-            broker.deliver_to_client = lambda session, message, name=broker.name: self._to_client(name, session, message)  # type: ignore[misc]
+            broker.deliver_to_client = lambda session, message, name=broker.name: self._to_client(
+                name, session, message
+            )  # type: ignore[misc]
             broker.client_blobs = self._client_blob  # type: ignore[assignment]
         for client in self.clients.values():
             client.brokers = self.brokers
@@ -222,7 +222,8 @@ class Run:
                 if not self.lost and self._spared(fault.node):
                     self.lost.add(fault.node)
                     self.brokers[fault.node].crash(torn=True)
-                    self.brokers[fault.node].disk.__init__()  # type: ignore[misc]
+                    self.brokers[fault.node].disk = Disk()
+                    self.brokers[fault.node].disk_lost = True
 
     def _spared(self, node: str) -> bool:
         """Whether a disk may be lost: only a minority is."""
