@@ -3,12 +3,13 @@
 from ravnest_fed import codecs
 from ravnest_fed.codecs.counters import counters_size
 from ravnest_fed.errors import AdmissionRefused
+from ravnest_fed.facts import BlobRef, Manifest, open_signed
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import merkle_root
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
 from ravnest_fed.manifests import require_countable
-from ravnest_fed.messages import BlobRef, Manifest, Reason, open_signed
+from ravnest_fed.messages import Reason
 
 
 def check_manifest(

@@ -17,19 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ravnest_fed.errors import LocalProtocolError
+from ravnest_fed.facts import BlobRef, Vote, body_hash
 from ravnest_fed.identity import Signed
 from ravnest_fed.ledger import VoteRecord
-from ravnest_fed.messages import (
-    BlobRef,
-    Message,
-    Prepare,
-    Promise,
-    Propose,
-    Refusal,
-    Vote,
-    VoteNotice,
-    body_hash,
-)
+from ravnest_fed.messages import Message, Prepare, Promise, Propose, Refusal, VoteNotice
 
 
 @dataclass(frozen=True)

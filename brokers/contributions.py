@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from ravnest_fed.decree import count
+from ravnest_fed.facts import BlobRef, Counted, Holding, Manifest, encode, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import digest
 from ravnest_fed.head import Head, balanced_owners
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import BlobRef, Counted, Holding, Manifest, encode, signed_hash
 
 
 @dataclass(frozen=True)

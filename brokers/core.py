@@ -43,6 +43,7 @@ from brokers.round import OpenRound
 from brokers.sessions import Session, Sessions
 from ravnest_fed.decree import check_votes, evaluation_of, open_commit
 from ravnest_fed.errors import AdmissionRefused, RavnestError
+from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, decode, encode, open_signed, sign, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack
 from ravnest_fed.head import Head
@@ -51,15 +52,11 @@ from ravnest_fed.ledger import Admitted, VoteRecord
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
     Announcement,
-    BlobRef,
-    Body,
-    Commit,
     CommitNotice,
     CommitsRequest,
     EvaluationNotice,
     Goodbye,
     Hello,
-    Manifest,
     Message,
     Offer,
     OrderNotice,
@@ -71,11 +68,6 @@ from ravnest_fed.messages import (
     StatusRequest,
     Waiting,
     Welcome,
-    decode,
-    encode,
-    open_signed,
-    sign,
-    signed_hash,
 )
 
 GREETING_SECONDS = 2.0

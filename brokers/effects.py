@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ravnest_fed.aggregation.weighting import Weight
+from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, Reduction
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import BlobRef, Body, Commit, Manifest, Message, Reduction
+from ravnest_fed.messages import Message
 
 Store = Literal["ledger", "spool", "memory"]
 """Where a fetched blob goes."""

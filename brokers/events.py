@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from brokers.effects import Store
-from ravnest_fed.messages import BlobRef, Body, Message
+from ravnest_fed.facts import BlobRef, Body
+from ravnest_fed.messages import Message
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,11 @@ from brokers.contributions import Contributions
 from brokers.effects import Effect, Fetch, Inspect, SaveContribution, SaveEquivocation, Say, SendClient
 from brokers.events import Inspected
 from ravnest_fed.errors import AdmissionRefused
+from ravnest_fed.facts import BlobRef, Manifest, Receipt, sign, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
-from ravnest_fed.messages import (
-    BlobRef,
-    Manifest,
-    Offer,
-    Reason,
-    Receipt,
-    ReceiptNotice,
-    Refused,
-    sign,
-    signed_hash,
-)
+from ravnest_fed.messages import Offer, Reason, ReceiptNotice, Refused
 
 MAX_UPLOADS_OF_A_CLIENT = 2
 

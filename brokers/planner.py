@@ -1,8 +1,8 @@
 """Work orders: what each client is asked to do in a round."""
 
+from ravnest_fed.facts import WorkOrder
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
-from ravnest_fed.messages import WorkOrder
 
 
 def work_order(federation: Federation, head: Head, client: str) -> WorkOrder:

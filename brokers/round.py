@@ -30,6 +30,21 @@ from brokers.supply import Supply
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.decree import draft, evidence_for, reduction_of
 from ravnest_fed.errors import RemoteProtocolError
+from ravnest_fed.facts import (
+    BlobRef,
+    Body,
+    Commit,
+    Holding,
+    Inventory,
+    Manifest,
+    Vote,
+    body_hash,
+    decode,
+    encode,
+    open_signed,
+    reduction_hash,
+    sign,
+)
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import blob_hash, digest
 from ravnest_fed.head import Head, balanced_owners
@@ -37,14 +52,8 @@ from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import VoteRecord
 from ravnest_fed.messages import (
     Announcement,
-    BlobRef,
-    Body,
-    Commit,
-    Holding,
-    Inventory,
     InventoryNotice,
     InventoryRequest,
-    Manifest,
     Message,
     PlanNotice,
     Prepare,
@@ -52,14 +61,7 @@ from ravnest_fed.messages import (
     Propose,
     Refusal,
     ShardReduced,
-    Vote,
     VoteNotice,
-    body_hash,
-    decode,
-    encode,
-    open_signed,
-    reduction_hash,
-    sign,
 )
 
 VIEW_SECONDS = 4.0

@@ -25,26 +25,23 @@ from ravnest_fed.blobs import DiskBlobs, MemoryBlobs
 from ravnest_fed.checkpoints import read_model
 from ravnest_fed.decree import weighted_means
 from ravnest_fed.errors import LedgerError, RavnestError, RemoteProtocolError, SchemaMismatch, UsageError
+from ravnest_fed.facts import BlobRef, Evaluation, decode, encode
 from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
 from ravnest_fed.framing import pack
 from ravnest_fed.identity import Identity
 from ravnest_fed.ledger import Ledger
 from ravnest_fed.messages import (
     Absent,
-    BlobRef,
     Chunk,
     ClientRow,
     CommitNotice,
-    Evaluation,
     Goodbye,
     Message,
     Status,
     StatusRequest,
     Want,
-    decode,
     decode_to_broker,
     decode_to_peer,
-    encode,
 )
 from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, AllowList, Line, Port, make_context
 from ravnest_fed.replica import Replica, updates_of

@@ -2,7 +2,7 @@
 
 from brokers.effects import Effect, Fetch, Store
 from brokers.events import Fetched, Missed
-from ravnest_fed.messages import BlobRef
+from ravnest_fed.facts import BlobRef
 
 RETRY_SECONDS = 1.0
 

@@ -15,9 +15,10 @@ from ravnest_fed.blobs import BlobStore
 from ravnest_fed.codecs.counters import decode_counters
 from ravnest_fed.decree import check_body, check_votes, open_evidence
 from ravnest_fed.errors import LedgerError, PayloadError, RavnestError
+from ravnest_fed.facts import Body, Commit, Manifest, decode
 from ravnest_fed.federation import Federation
 from ravnest_fed.manifests import order_of
-from ravnest_fed.messages import Body, Commit, Manifest, Reason, RoundRow, decode
+from ravnest_fed.messages import Reason, RoundRow
 from ravnest_fed.replica import Replica, updates_of
 
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from ravnest_fed.errors import RavnestError
+from ravnest_fed.facts import BlobRef, WorkOrder
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import BlobRef, Message, Offer, WorkOrder
+from ravnest_fed.messages import Message, Offer
 
 
 @dataclass(frozen=True)

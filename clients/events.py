@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ravnest_fed.facts import BlobRef
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
-from ravnest_fed.messages import BlobRef, Message
+from ravnest_fed.messages import Message
 
 LineState = Literal["up", "down", "refused", "mismatch"]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from ravnest_fed.blobs import DiskBlobs
 from ravnest_fed.checkpoints import write_durably
 from ravnest_fed.errors import RavnestError
-from ravnest_fed.messages import BlobRef, Offer, decode, encode
+from ravnest_fed.facts import BlobRef, decode, encode
+from ravnest_fed.messages import Offer
 
 FILE_NAME = "contribution"
 

@@ -26,22 +26,11 @@ from ravnest_fed.checkpoints import read_model
 from ravnest_fed.decree import check_votes, open_commit
 from ravnest_fed.encoding import encode_delta
 from ravnest_fed.errors import RavnestError, RemoteProtocolError, SchemaMismatch, WrongFederation
+from ravnest_fed.facts import BlobRef, Body, Commit, WorkOrder, decode, encode
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import Link
-from ravnest_fed.messages import (
-    Absent,
-    BlobRef,
-    Body,
-    Chunk,
-    Commit,
-    Message,
-    Want,
-    WorkOrder,
-    decode,
-    decode_to_client,
-    encode,
-)
+from ravnest_fed.messages import Absent, Chunk, Message, Want, decode_to_client
 from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, Line, make_context
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.partition import Partition

@@ -15,6 +15,7 @@ import msgspec
 from clients import effects as fx
 from clients import events as ev
 from ravnest_fed.errors import BrokerUnreachable, KeyRefused, RavnestError, RecipeMismatch, WrongFederation
+from ravnest_fed.facts import BlobRef, Evaluation, Manifest, Receipt, WorkOrder, decode, open_signed, sign, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import digest, merkle_root
 from ravnest_fed.head import Head
@@ -22,30 +23,21 @@ from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.links import Link
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
-    BlobRef,
     CommitNotice,
     CommitsRequest,
-    Evaluation,
     EvaluationNotice,
     Goodbye,
     Hello,
-    Manifest,
     Message,
     Offer,
     OrderNotice,
     Ready,
     Reason,
-    Receipt,
     ReceiptNotice,
     Refused,
     Skip,
     Waiting,
     Welcome,
-    WorkOrder,
-    decode,
-    open_signed,
-    sign,
-    signed_hash,
 )
 
 JOIN_SECONDS = 6.0

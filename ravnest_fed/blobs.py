@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from ravnest_fed.errors import LedgerError
+from ravnest_fed.facts import BlobRef
 from ravnest_fed.hashing import CHUNK_SIZE, blob_hash, chunk_hash, chunks
-from ravnest_fed.messages import CHUNK_LIST, BlobRef
+from ravnest_fed.messages import CHUNK_LIST
 
 _BLOB_NAME = re.compile("[0-9a-f]{64}")
 

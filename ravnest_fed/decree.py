@@ -11,12 +11,7 @@ from ravnest_fed.aggregation.fixed_point import choose_scale_bits
 from ravnest_fed.aggregation.norms import clip_bound
 from ravnest_fed.aggregation.weighting import weigh
 from ravnest_fed.errors import AdmissionRefused, VerificationError
-from ravnest_fed.federation import Federation
-from ravnest_fed.framing import pack, unpack
-from ravnest_fed.head import Head
-from ravnest_fed.identity import Signed
-from ravnest_fed.manifests import order_of, require_countable
-from ravnest_fed.messages import (
+from ravnest_fed.facts import (
     BlobRef,
     Body,
     Commit,
@@ -32,6 +27,11 @@ from ravnest_fed.messages import (
     open_signed,
     signed_hash,
 )
+from ravnest_fed.federation import Federation
+from ravnest_fed.framing import pack, unpack
+from ravnest_fed.head import Head
+from ravnest_fed.identity import Signed
+from ravnest_fed.manifests import order_of, require_countable
 
 MAX_METRIC = 1e100
 """Greatest magnitude of a metric: sums over all clients, weighted by their examples, stay finite."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ravnest_fed.facts import Body, body_hash, encode
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import digest
-from ravnest_fed.messages import Body, body_hash, encode
 from ravnest_fed.parameters import Schema
 
 SEQUENCE_WINDOW = 64

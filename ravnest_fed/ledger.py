@@ -13,8 +13,9 @@ import msgspec
 
 from ravnest_fed.blobs import DiskBlobs
 from ravnest_fed.errors import LedgerError, RemoteProtocolError, WrongFederation
+from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, body_hash, decode, encode, signed_hash
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import BlobRef, Body, Commit, Manifest, RoundRow, body_hash, decode, encode, signed_hash
+from ravnest_fed.messages import RoundRow
 
 FILE_NAME = "ledger.db"
 _TABLES = """

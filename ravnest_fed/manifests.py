@@ -4,9 +4,10 @@ import math
 
 from ravnest_fed.aggregation.fixed_point import value_bits
 from ravnest_fed.errors import AdmissionRefused
+from ravnest_fed.facts import Manifest, WorkOrder, open_signed
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
-from ravnest_fed.messages import Manifest, Reason, WorkOrder, open_signed
+from ravnest_fed.messages import Reason
 
 MAX_SEQUENCE = 2**48
 MAX_ABS = 2.0**64

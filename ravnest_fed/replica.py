@@ -16,10 +16,10 @@ from ravnest_fed.aggregation.reduce import BUFFER_CODEC
 from ravnest_fed.blobs import BlobStore
 from ravnest_fed.codecs.counters import decode_counters
 from ravnest_fed.errors import LedgerError, PayloadError
+from ravnest_fed.facts import Body, encode
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import digest, merkle_root
 from ravnest_fed.head import Head, initial_head
-from ravnest_fed.messages import Body, encode
 from ravnest_fed.parameters import Float32, Int64, ModelState, Schema, Shard
 
 ReadUpdate = Callable[[int], bytes]

@@ -10,8 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ravnest_fed.facts import BlobRef
 from ravnest_fed.hashing import CHUNK_SIZE, DIGEST_SIZE, blob_hash, blob_hash_of, chunk_count, chunk_hash, chunks
-from ravnest_fed.messages import CHUNK_LIST, MAX_WANTED, Absent, BlobRef, Chunk, Want
+from ravnest_fed.messages import CHUNK_LIST, MAX_WANTED, Absent, Chunk, Want
 
 STALL_SECONDS = 8.0
 MIN_WINDOW = 3

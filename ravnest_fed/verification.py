@@ -7,10 +7,10 @@ from pathlib import Path
 from ravnest_fed.checkpoints import read_model
 from ravnest_fed.decree import check_body, check_votes
 from ravnest_fed.errors import LedgerError, RavnestError, VerificationError
+from ravnest_fed.facts import Body, Commit, body_hash
 from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
 from ravnest_fed.ledger import FILE_NAME as LEDGER_FILE
 from ravnest_fed.ledger import Ledger
-from ravnest_fed.messages import Body, Commit, body_hash
 from ravnest_fed.replica import Replica, updates_of
 
 

@@ -5,21 +5,11 @@ from random import Random
 
 from brokers import agreement as paxos
 from brokers.agreement import Agreement
+from ravnest_fed.facts import Vote, body_hash, decode, encode
 from ravnest_fed.hashing import digest
 from ravnest_fed.identity import Signed
 from ravnest_fed.ledger import VoteRecord
-from ravnest_fed.messages import (
-    Message,
-    Prepare,
-    Promise,
-    Propose,
-    Refusal,
-    Vote,
-    VoteNotice,
-    body_hash,
-    decode,
-    encode,
-)
+from ravnest_fed.messages import Message, Prepare, Promise, Propose, Refusal, VoteNotice
 
 FINGERPRINT = digest("federation", b"agreeing")
 

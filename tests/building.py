@@ -17,18 +17,12 @@ from ravnest_fed.aggregation.reduce import BUFFER_CODEC, reduce_shard
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.codecs.counters import encode_counters
 from ravnest_fed.decree import count, draft, evidence_for, reduction_of
-from ravnest_fed.federation import FORMAT, Federation, from_tables, with_settings
-from ravnest_fed.hashing import digest, merkle_root
-from ravnest_fed.head import Head, balanced_owners
-from ravnest_fed.identity import Identity, Signed
-from ravnest_fed.messages import (
+from ravnest_fed.facts import (
     BlobRef,
     Body,
     Commit,
     Evaluation,
     Manifest,
-    Offer,
-    RoundRow,
     Vote,
     WorkOrder,
     body_hash,
@@ -36,6 +30,11 @@ from ravnest_fed.messages import (
     sign,
     signed_hash,
 )
+from ravnest_fed.federation import FORMAT, Federation, from_tables, with_settings
+from ravnest_fed.hashing import digest, merkle_root
+from ravnest_fed.head import Head, balanced_owners
+from ravnest_fed.identity import Identity, Signed
+from ravnest_fed.messages import Offer, RoundRow
 from ravnest_fed.parameters import BLOCK, ModelState, Schema, TensorSpec
 from ravnest_fed.replica import Replica, model_hash
 

@@ -17,6 +17,7 @@ from brokers.core import BrokerCore
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.encoding import encode_delta
+from ravnest_fed.facts import BlobRef, Commit, Manifest, WorkOrder, decode, encode, sign
 from ravnest_fed.federation import Federation, from_tables
 from ravnest_fed.framing import pack
 from ravnest_fed.hashing import merkle_root
@@ -25,21 +26,14 @@ from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import Admitted, VoteRecord
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
-    BlobRef,
-    Commit,
     CommitNotice,
     Hello,
-    Manifest,
     Message,
     Offer,
     OrderNotice,
     Ready,
     ReceiptNotice,
     Refused,
-    WorkOrder,
-    decode,
-    encode,
-    sign,
 )
 from ravnest_fed.parameters import BLOCK, ModelState, Schema
 from ravnest_fed.replica import Replica, model_hash
@@ -213,7 +207,7 @@ class JoinedBroker:
                 joined.post(self, lambda: self.handle(self.bench.examine(effect)))
 
     def _fold(self, commit: Commit) -> None:
-        from ravnest_fed.messages import Body
+        from ravnest_fed.facts import Body
         from ravnest_fed.replica import updates_of
 
         body = decode(Body, commit.body)

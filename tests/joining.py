@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from building import Tiny, delta, payload, tiny
-
 from clients import effects as fx
 from clients import events as ev
 from clients.session import ClientSession
+from ravnest_fed.facts import BlobRef
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
 from ravnest_fed.links import link_for
-from ravnest_fed.messages import PROTOCOL_VERSION, BlobRef, CommitNotice, Message, OrderNotice, Welcome
+from ravnest_fed.messages import PROTOCOL_VERSION, CommitNotice, Message, OrderNotice, Welcome
+from tests.building import Tiny, delta, payload, tiny
 
 ONE = tiny()
 FEDERATION_FILE = BlobRef.of(b"the federation file", inline=False)

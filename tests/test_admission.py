@@ -6,15 +6,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from building import identity, work_order
-from uploading import HEAD, LATER, ONE, Desk, good, refusals
 
 from brokers.effects import Fetch, Inspect, SaveContribution
 from ravnest_fed import codecs
+from ravnest_fed.facts import BlobRef
 from ravnest_fed.head import CountedSequences
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import BlobRef, Offer, Reason
+from ravnest_fed.messages import Offer, Reason
 from ravnest_fed.parameters import BLOCK
+from tests.building import identity, work_order
+from tests.uploading import HEAD, LATER, ONE, Desk, good, refusals
 
 Make = Callable[[], Offer]
 

@@ -1,12 +1,13 @@
 """Agreement on one round: each rule by itself, and no two bodies under any order of messages, losses and crashes."""
 
 import pytest
-from agreeing import Network, run, settle, signed_vote
 
 from brokers.agreement import Agreement, Bound, Consider, Decided, Free, RecordPromise, RecordVote, ToAll, ToPeer
 from ravnest_fed.errors import LocalProtocolError
+from ravnest_fed.facts import BlobRef, body_hash
 from ravnest_fed.ledger import VoteRecord
-from ravnest_fed.messages import BlobRef, Prepare, Promise, Propose, Refusal, VoteNotice, body_hash
+from ravnest_fed.messages import Prepare, Promise, Propose, Refusal, VoteNotice
+from tests.agreeing import Network, run, settle, signed_vote
 
 ROUND = 4
 RUNS = 4000

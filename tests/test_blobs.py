@@ -7,8 +7,9 @@ import pytest
 
 from ravnest_fed.blobs import BlobStore, DiskBlobs, MemoryBlobs
 from ravnest_fed.errors import LedgerError
+from ravnest_fed.facts import BlobRef
 from ravnest_fed.hashing import CHUNK_SIZE, blob_hash, blob_hash_of, chunk_hash, chunks
-from ravnest_fed.messages import CHUNK_LIST, BlobRef
+from ravnest_fed.messages import CHUNK_LIST
 
 CONTENTS = (b"", b"small", b"\1" * CHUNK_SIZE, b"\2" * CHUNK_SIZE + b"tail")
 Make = Callable[[Path], BlobStore]

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from joining import FEDERATION_FILE, INITIAL_MODEL, ONE, ROUND_0, Client, broker_id, only, sent, told
 
 from clients import effects as fx
 from clients import events as ev
 from ravnest_fed.errors import BrokerUnreachable, KeyRefused, RavnestError, RecipeMismatch, WrongFederation
 from ravnest_fed.messages import PROTOCOL_VERSION, Goodbye, Hello, Ready, Reason, Refused, Welcome
+from tests.joining import FEDERATION_FILE, INITIAL_MODEL, ONE, ROUND_0, Client, broker_id, only, sent, told
 
 NAMES = [broker.name for broker in ONE.federation.brokers]
 

@@ -2,8 +2,28 @@
 
 import msgspec
 import pytest
-from building import identity, work_order
-from joining import (
+
+from brokers.admission import check_manifest
+from clients import effects as fx
+from clients import events as ev
+from ravnest_fed.facts import Evaluation, Manifest, Receipt, open_signed, sign, signed_hash
+from ravnest_fed.head import CountedSequences, Head
+from ravnest_fed.identity import Identity, Signed
+from ravnest_fed.messages import (
+    CommitNotice,
+    CommitsRequest,
+    EvaluationNotice,
+    Goodbye,
+    Offer,
+    Ready,
+    Reason,
+    ReceiptNotice,
+    Refused,
+    Skip,
+    Waiting,
+)
+from tests.building import identity, work_order
+from tests.joining import (
     ONE,
     ROUND_0,
     Client,
@@ -13,31 +33,6 @@ from joining import (
     sent,
     told,
     update_refs,
-)
-
-from brokers.admission import check_manifest
-from clients import effects as fx
-from clients import events as ev
-from ravnest_fed.head import CountedSequences, Head
-from ravnest_fed.identity import Identity, Signed
-from ravnest_fed.messages import (
-    CommitNotice,
-    CommitsRequest,
-    Evaluation,
-    EvaluationNotice,
-    Goodbye,
-    Manifest,
-    Offer,
-    Ready,
-    Reason,
-    Receipt,
-    ReceiptNotice,
-    Refused,
-    Skip,
-    Waiting,
-    open_signed,
-    sign,
-    signed_hash,
 )
 
 ME = ONE.members[0]
@@ -284,7 +279,7 @@ def test_an_order_again_before_the_receipt_has_the_same_bytes_offered_again(clie
 
 def test_a_contribution_that_a_commit_counted_is_counted_and_forgotten(client: Client) -> None:
     client.order(ORDER_0)
-    offer = offered(client.trained())
+    offered(client.trained())
     effects = client.commit(head(1, counted=1))
     assert only(effects, fx.Forget) == [fx.Forget()]
     assert client.session.contributions == 1 and "contribution not counted" not in told(client.all)

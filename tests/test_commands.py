@@ -10,7 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
-from tiny_federation import federation_in, found_tiny, one_line_error, operator, write_recipe
 
 from brokers.command import cli as broker_cli
 from clients.command import cli as client_cli
@@ -20,6 +19,7 @@ from ravnest_fed.founding import OPERATOR_KEY, Founded
 from ravnest_fed.identity import Identity
 from ravnest_fed.ledger import Ledger
 from ravnest_fed.links import parse_link
+from tests.tiny_federation import federation_in, found_tiny, one_line_error, operator, write_recipe
 
 STATUSES = [kind.exit_status for kind in errors.RavnestError.__subclasses__()]
 

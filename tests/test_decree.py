@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from building import Contribution, contribution, decide, evaluation, identity, tiny, work_order
 
 from ravnest_fed.decree import (
     check_body,
@@ -17,8 +16,9 @@ from ravnest_fed.decree import (
     order_of,
 )
 from ravnest_fed.errors import VerificationError
+from ravnest_fed.facts import BlobRef, Body, Counted, Evaluation, decode, encode, sign
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import BlobRef, Body, Counted, Evaluation, decode, encode, sign
+from tests.building import Contribution, contribution, decide, evaluation, identity, tiny, work_order
 
 ONE = tiny(brokers=3, members=4, settings={"max_contributions": "3", "max_metrics": "2"})
 FEDERATION = ONE.federation

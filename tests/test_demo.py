@@ -15,13 +15,13 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
-from tiny_federation import Ended, call, one_line_error, operator, until, write_recipe
 
 from ravnest_fed import errors
+from ravnest_fed.facts import Body, decode
 from ravnest_fed.federation import FILE_NAME, Federation
 from ravnest_fed.ledger import Ledger
-from ravnest_fed.messages import Body, decode
 from ravnest_fed.recipe import load_recipe
+from tests.tiny_federation import Ended, call, one_line_error, operator, until, write_recipe
 
 pytestmark = pytest.mark.processes
 

@@ -4,11 +4,11 @@ import math
 
 import msgspec
 import pytest
-from building import contribution, decide, tiny
 
 from ravnest_fed.decree import MAX_METRIC, check_body, count, reduction_of, stop_reason, weighted_means
 from ravnest_fed.errors import VerificationError
-from ravnest_fed.messages import Counted, Evaluation
+from ravnest_fed.facts import Counted, Evaluation
+from tests.building import contribution, decide, tiny
 
 ONE = tiny()
 FEDERATION = ONE.federation

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from building import identity, tiny
 
 from ravnest_fed.errors import FederationFileError
 from ravnest_fed.federation import MAX_FILE_BYTES, Federation
 from ravnest_fed.identity import node_id_of
+from tests.building import identity, tiny
 
 ONE = tiny(brokers=3, members=4)
 TEXT = ONE.federation.signed_by(ONE.operator)

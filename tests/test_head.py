@@ -4,12 +4,12 @@ from collections import Counter
 
 import msgspec
 import pytest
-from building import contribution, decide, tiny, tiny_schema
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ravnest_fed.facts import body_hash
 from ravnest_fed.head import SEQUENCE_WINDOW, CountedSequences, balanced_owners, initial_head
-from ravnest_fed.messages import body_hash
+from tests.building import contribution, decide, tiny, tiny_schema
 
 ONE = tiny(brokers=5, schema=tiny_schema(blocks=60))
 

@@ -8,7 +8,7 @@ import torch
 
 from clients.trainer import LocalWork, Trainer
 from ravnest_fed.aggregation.fixed_point import choose_scale_bits
-from ravnest_fed.messages import Body, WorkOrder, decode
+from ravnest_fed.facts import Body, WorkOrder, decode
 from ravnest_fed.model_state import read_state, schema_of
 from ravnest_fed.partition import Partition
 from ravnest_fed.recipe import load_recipe
@@ -50,7 +50,12 @@ def test_one_client_with_fedavg_equals_local_training(tmp_path: Path) -> None:
     model = loaded.build_model(0)
     schema = schema_of(model, 4096)
     federation, _ = federation_of(
-        1, 1, codecs={"up": "fp32", "down": "fp32"}, strategy={"clip_factor": 0.0}, rounds={"local_steps": 5}, schema=schema
+        1,
+        1,
+        codecs={"up": "fp32", "down": "fp32"},
+        strategy={"clip_factor": 0.0},
+        rounds={"local_steps": 5},
+        schema=schema,
     )
     joined = Joined(federation, read_state(model, schema))
     joined.start_brokers()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from building import identity
 
 from ravnest_fed.errors import IdentityError
 from ravnest_fed.identity import SEED_SIZE, Identity, Signed, node_id_of, verify
+from tests.building import identity
 
 posix = pytest.mark.skipif(os.name != "posix", reason="file modes are a matter of POSIX")
 

@@ -1,12 +1,13 @@
 """Uploads: from an offer to an admitted contribution, past liars, lost sessions and second deltas."""
 
 import pytest
-from building import delta
-from uploading import HEAD, LATER, ONE, Desk, good, refusals
 
 from brokers.effects import Fetch, Inspect, SaveContribution, SaveEquivocation, SendClient
 from brokers.events import Inspected
-from ravnest_fed.messages import Manifest, Reason, Receipt, ReceiptNotice, open_signed
+from ravnest_fed.facts import Manifest, Receipt, open_signed
+from ravnest_fed.messages import Reason, ReceiptNotice
+from tests.building import delta
+from tests.uploading import HEAD, LATER, ONE, Desk, good, refusals
 
 
 def test_a_good_contribution_is_fetched_inspected_made_durable_and_only_then_receipted() -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ravnest_fed.decree import check_votes
-from ravnest_fed.messages import Body, CommitNotice, PlanNotice, Propose, VoteNotice, Waiting, decode
+from ravnest_fed.facts import Body, decode
+from ravnest_fed.messages import CommitNotice, PlanNotice, Propose, VoteNotice, Waiting
 from tests.joined import BLOCK, Joined
 
 
@@ -192,7 +193,9 @@ def test_one_client_below_the_minimum_waits_and_both_ends_say_so() -> None:
     joined.pass_time(60)
     assert joined.rounds() == {0}
     assert joined.brokers["b2"].core.waiting(joined.now).waiting == "waiting 1/2 contributions"
-    told = [message.text for _, session, message in joined.to_client if session == "c1" and isinstance(message, Waiting)]
+    told = [
+        message.text for _, session, message in joined.to_client if session == "c1" and isinstance(message, Waiting)
+    ]
     assert told[-1] == "waiting 1/2 contributions"
     joined.contribute("c2")
     assert joined.rounds() == {1}

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from building import Contribution, Decided, contribution, decide, evaluation, row_of, tiny
 
 from ravnest_fed.errors import LedgerError, WrongFederation
+from ravnest_fed.facts import decode, encode
 from ravnest_fed.identity import Signed
 from ravnest_fed.ledger import FILE_NAME, Admitted, Ledger, VoteRecord
-from ravnest_fed.messages import decode, encode
+from tests.building import Contribution, Decided, contribution, decide, evaluation, row_of, tiny
 
 ONE = tiny()
 FINGERPRINT = ONE.federation.fingerprint

@@ -4,13 +4,13 @@ import base64
 
 import msgspec
 import pytest
-from building import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest_fed.errors import UsageError
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import FORMAT, MAX_LINK, PREFIX, Link, link_for, parse_link
+from tests.building import tiny
 
 ONE = tiny(brokers=3)
 LINK = link_for(ONE.federation, ONE.members[0])

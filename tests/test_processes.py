@@ -7,16 +7,26 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tiny_federation import Ended, call, cluster_of, found_tiny, one_line_error, operator, said, until, write_recipe
 
 from brokers.server import COMMITS_AT_ONCE
 from ravnest_fed import errors
 from ravnest_fed.cluster import Cluster, Node
+from ravnest_fed.facts import Evaluation, decode
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
 from ravnest_fed.ledger import Ledger
 from ravnest_fed.links import Link, parse_link
-from ravnest_fed.messages import Evaluation, decode
+from tests.tiny_federation import (
+    Ended,
+    call,
+    cluster_of,
+    found_tiny,
+    one_line_error,
+    operator,
+    said,
+    until,
+    write_recipe,
+)
 
 pytestmark = pytest.mark.processes
 

@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
-from building import Tiny, identity, tiny
 
 from brokers.sessions import Session, Sessions
 from ravnest_fed.identity import Identity
 from ravnest_fed.messages import PROTOCOL_VERSION, Hello, Presence, Reason, Refused
+from tests.building import Tiny, identity, tiny
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from building import identity, tables, tiny
 
 from ravnest_fed.errors import FederationFileError
 from ravnest_fed.federation import from_tables, known_settings, with_settings
+from tests.building import identity, tables, tiny
 
 
 def changed(path: str, value: Any, brokers: int = 3) -> dict[str, Any]:

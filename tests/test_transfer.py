@@ -3,8 +3,9 @@
 import pytest
 
 from ravnest_fed.blobs import MemoryBlobs
+from ravnest_fed.facts import MAX_INLINE, BlobRef
 from ravnest_fed.hashing import CHUNK_SIZE, DIGEST_SIZE, blob_hash_of, chunk_hash
-from ravnest_fed.messages import CHUNK_LIST, MAX_INLINE, MAX_WANTED, Absent, BlobRef, Chunk, Want
+from ravnest_fed.messages import CHUNK_LIST, MAX_WANTED, Absent, Chunk, Want
 from ravnest_fed.transfer import (
     MAX_WINDOW,
     MIN_WINDOW,

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest_fed.blobs import MemoryBlobs
+from ravnest_fed.facts import BlobRef
 from ravnest_fed.hashing import CHUNK_SIZE
-from ravnest_fed.messages import Absent, BlobRef, Chunk, Want
+from ravnest_fed.messages import Absent, Chunk, Want
 from ravnest_fed.transfer import (
     MAX_WINDOW,
     STALL_SECONDS,

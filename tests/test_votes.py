@@ -2,12 +2,12 @@
 
 import msgspec
 import pytest
-from building import contribution, decide, identity, tiny, vote
 
 from ravnest_fed.decree import check_votes
 from ravnest_fed.errors import VerificationError
+from ravnest_fed.facts import Commit, Vote, body_hash, encode, sign
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import Commit, Vote, body_hash, encode, sign
+from tests.building import contribution, decide, identity, tiny, vote
 
 ONE = tiny(brokers=5)
 REPLICA = ONE.replica()

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from building import Contribution, Decided, Tiny, contribution, decide, delta, tiny
 
 from brokers.effects import Accumulate, Examine, Inspect, Preview, Reduce
 from brokers.workbench import Workbench
@@ -17,8 +16,10 @@ from ravnest_fed.codecs.base import HEADER
 from ravnest_fed.codecs.counters import encode_counters
 from ravnest_fed.decree import count, reduction_of
 from ravnest_fed.errors import LedgerError
-from ravnest_fed.messages import BlobRef, Commit, Reason, Reduction, reduction_hash
+from ravnest_fed.facts import BlobRef, Commit, Reduction, reduction_hash
+from ravnest_fed.messages import Reason
 from ravnest_fed.replica import Replica
+from tests.building import Contribution, Decided, Tiny, contribution, decide, delta, tiny
 
 SETTINGS = {"up": "fp32", "down": "int8", "strategy.name": "fedavgm", "momentum": "0.9"}
 PARAMETERS, BUFFERS, COUNTERS = 0, 3, 4

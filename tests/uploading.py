@@ -3,7 +3,6 @@
 from typing import Any
 
 import msgspec
-from building import Contribution, Tiny, contribution, tiny
 
 from brokers.contributions import Contributions
 from brokers.effects import Effect, Fetch, Inspect, SendClient
@@ -11,6 +10,7 @@ from brokers.events import Inspected
 from brokers.intake import Intake
 from ravnest_fed.head import Head
 from ravnest_fed.messages import Offer, Refused
+from tests.building import Contribution, Tiny, contribution, tiny
 
 ONE = tiny()
 HEAD = ONE.replica().head

@@ -125,7 +125,9 @@ class CharLm(rf.Recipe):
         The file's name is a hash of this recipe, the text and the number of steps, so any change trains anew.
         """
         data = self.train_data(rf.Partition(0, 1, 0))
-        key = hashlib.sha256(Path(__file__).read_bytes() + b"%d" % self.warm_steps + data.contiguous().numpy().tobytes())
+        key = hashlib.sha256(
+            Path(__file__).read_bytes() + b"%d" % self.warm_steps + data.contiguous().numpy().tobytes()
+        )
         kept = user_cache_path("ravnest-fed") / f"char_lm-{key.hexdigest()[:32]}.safetensors"
         if not kept.exists():
             print(f"training the warm start once, {self.warm_steps} steps, to be kept in {kept}", flush=True)

@@ -1,6 +1,6 @@
 """Writes the char_lm recipe's warm start to a file, for `ravnest-fed init --from` or for work elsewhere.
 
-    python examples/char_lm/warm_start.py --out warm.safetensors
+python examples/char_lm/warm_start.py --out warm.safetensors
 """
 
 import argparse

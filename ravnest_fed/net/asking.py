@@ -6,18 +6,10 @@ import time
 from collections.abc import Mapping
 
 from ravnest_fed.errors import RemoteProtocolError
+from ravnest_fed.facts import encode
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
-from ravnest_fed.messages import (
-    PROTOCOL_VERSION,
-    Hello,
-    Refused,
-    Status,
-    StatusRequest,
-    Welcome,
-    decode_to_client,
-    encode,
-)
+from ravnest_fed.messages import PROTOCOL_VERSION, Hello, Refused, Status, StatusRequest, Welcome, decode_to_client
 from ravnest_fed.net.sockets import Line, make_context
 
 REFUSALS = {

@@ -8,10 +8,11 @@ from brokers import events as ev
 from brokers.core import BrokerCore
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
+from ravnest_fed.facts import BlobRef, Body, Commit, decode, encode, signed_hash
 from ravnest_fed.framing import pack
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import Admitted, VoteRecord
-from ravnest_fed.messages import BlobRef, Body, Commit, CommitNotice, Message, decode, encode, signed_hash
+from ravnest_fed.messages import CommitNotice, Message
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.replica import Replica, updates_of
 from tests.simulation.invariants import Invariants

@@ -11,9 +11,10 @@ from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.decree import check_votes, open_commit
 from ravnest_fed.encoding import encode_delta
 from ravnest_fed.errors import RavnestError
+from ravnest_fed.facts import Body, Commit, WorkOrder, decode
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import link_for
-from ravnest_fed.messages import Body, Commit, Message, Offer, WorkOrder, decode
+from ravnest_fed.messages import Message, Offer
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.replica import Replica, updates_of
 from tests.simulation.brokers import SimulatedBroker
@@ -203,8 +204,8 @@ class SimulatedClient:
         """Sign another delta under the same sequence and offer it elsewhere."""
         import msgspec
 
+        from ravnest_fed.facts import Manifest, sign
         from ravnest_fed.hashing import merkle_root
-        from ravnest_fed.messages import Manifest, sign
 
         manifest = decode(Manifest, honest.manifest.payload)
         other = self._result(decode(WorkOrder, manifest.order.payload))

@@ -3,22 +3,11 @@
 from typing import TYPE_CHECKING
 
 from ravnest_fed.decree import check_votes
+from ravnest_fed.facts import Body, Commit, Receipt, Vote, body_hash, decode
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import (
-    Body,
-    Commit,
-    CommitNotice,
-    Message,
-    Promise,
-    Receipt,
-    ReceiptNotice,
-    Vote,
-    VoteNotice,
-    body_hash,
-    decode,
-)
+from ravnest_fed.messages import CommitNotice, Message, Promise, ReceiptNotice, VoteNotice
 
 if TYPE_CHECKING:
     from tests.simulation.brokers import SimulatedBroker

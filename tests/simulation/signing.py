@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from ravnest_fed import identity, messages
+from ravnest_fed import facts, identity
 from ravnest_fed.hashing import digest
 from ravnest_fed.identity import Identity, Signed, node_id_of
 
@@ -36,6 +36,6 @@ def simulated_signatures() -> Iterator[None]:
     with (
         mock.patch.object(Identity, "sign", _sign),
         mock.patch.object(identity, "verify", _verify),
-        mock.patch.object(messages, "verify", _verify),
+        mock.patch.object(facts, "verify", _verify),
     ):
         yield
