@@ -32,6 +32,9 @@ class Contributions:
         self._by_client: dict[str, bytes] = {}
         self._holders: dict[bytes, dict[str, set[int]]] = {}
         self._equivocators: set[str] = set()
+        self._live: frozenset[str] = frozenset()
+        self._owners: tuple[int, ...] = head.owners
+        self._complete: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -77,6 +80,8 @@ class Contributions:
         limit = 4 * self._federation.limits.max_contributions
         if holding.manifest_hash in self._holders or len(self._holders) < limit:
             self._holders.setdefault(holding.manifest_hash, {}).setdefault(node_id, set()).update(shards)
+            if holding.manifest_hash in self._by_hash and self._is_complete(holding.manifest_hash):
+                self._complete.add(holding.manifest_hash)
 
     def holdings_of(self, node_id: str) -> tuple[Holding, ...]:
         """Everything that `node_id` holds."""
@@ -102,28 +107,48 @@ class Contributions:
         """The contributions whose home is `node_id`."""
         return tuple(one for one in self._by_hash.values() if one.home == node_id)
 
-    def countable(self, owners: tuple[int, ...], live: frozenset[str]) -> list[Contribution]:
-        """Contributions, by client, whose every shard is held by its owner, or by a live broker if the owner is new."""
-        roster = self._federation.roster
-        found = []
-        for contribution in self._by_hash.values():
-            if contribution.manifest.client in self._equivocators:
-                continue
-            by_node = self._holders.get(contribution.manifest_hash, {})
-            for shard, owner in enumerate(owners):
-                if shard in by_node.get(roster[owner], ()):
-                    continue
-                renamed = owner != self._head.owners[shard]
-                if not renamed or not any(shard in held and node in live for node, held in by_node.items()):
-                    break
-            else:
-                found.append(contribution)
+    def countable(self, live: frozenset[str]) -> list[Contribution]:
+        """Contributions, by client, that may be planned with while the brokers `live` are here.
+
+        Every shard of theirs is held by its owner, or by a live broker if the owner is new.
+        """
+        self._suppose(live)
+        found = [self._by_hash[key] for key in self._complete]
+        found = [one for one in found if one.manifest.client not in self._equivocators]
         found.sort(key=lambda one: one.manifest.client)
         return found[: self._federation.limits.max_contributions]
 
+    def arrived(self, live: frozenset[str]) -> int:
+        """How many contributions `countable` has, at less cost."""
+        self._suppose(live)
+        if self._equivocators:
+            return len(self.countable(live))
+        return min(len(self._complete), self._federation.limits.max_contributions)
+
     def owners(self, live: frozenset[str]) -> tuple[int, ...]:
         """This round's owners: those that the head names, others in the place of those that are gone."""
+        self._suppose(live)
+        return self._owners
+
+    def _suppose(self, live: frozenset[str]) -> None:
+        if live == self._live:
+            return
+        self._live = live
         roster = self._federation.roster
         present = tuple(node for node in roster if node in live)
         spare = balanced_owners(self._federation.schema, roster, present, self._head.server_round + 1)
-        return tuple(owner if roster[owner] in live else spare[shard] for shard, owner in enumerate(self._head.owners))
+        self._owners = tuple(
+            owner if roster[owner] in live else spare[shard] for shard, owner in enumerate(self._head.owners)
+        )
+        self._complete = {key for key in self._by_hash if self._is_complete(key)}
+
+    def _is_complete(self, manifest_hash: bytes) -> bool:
+        roster = self._federation.roster
+        by_node = self._holders.get(manifest_hash, {})
+        for shard, owner in enumerate(self._owners):
+            if shard in by_node.get(roster[owner], ()):
+                continue
+            renamed = owner != self._head.owners[shard]
+            if not renamed or not any(shard in held and node in self._live for node, held in by_node.items()):
+                return False
+        return True

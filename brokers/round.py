@@ -277,7 +277,7 @@ class OpenRound:
         if len(self._live) < self.federation.majority:
             text = f"waiting for a majority of brokers ({len(self._live)} of {len(self.federation.brokers)} here)"
             return Readiness(False, None, text)
-        arrived = len(self._countable())
+        arrived = self.contributions.arrived(self._live)
         if arrived >= rounds.min_contributions and self._minimum_since is None:
             self._minimum_since = now
         expected = expected_clients(
@@ -311,12 +311,9 @@ class OpenRound:
 
     # --- plan, reduce, draft -----------------------------------------------------------------------------------------
 
-    def _countable(self) -> list[Contribution]:
-        return self.contributions.countable(self.contributions.owners(self._live), self._live)
-
     def _make_plan(self, view: int, now: float) -> list[Effect]:
         owners = self.contributions.owners(self._live)
-        counted = [one.counted for one in self.contributions.countable(owners, self._live)]
+        counted = [one.counted for one in self.contributions.countable(self._live)]
         reduction = reduction_of(self.federation, self.head, counted)
         plan = PlanNotice(view, reduction, owners)
         self._planned_view = view

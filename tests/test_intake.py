@@ -70,7 +70,7 @@ def test_a_second_delta_for_a_round_is_kept_as_evidence_and_neither_counts() -> 
     assert refusals(effects) == [("s", Reason.EQUIVOCATION)]
     assert effects[-1] == SaveEquivocation(first.manifest.client, 0, first.signed, second.signed)
     assert desk.known.equivocated(first.manifest.client)
-    assert desk.known.countable(HEAD.owners, frozenset(ONE.federation.roster)) == []
+    assert desk.known.countable(frozenset(ONE.federation.roster)) == []
     assert refusals(desk.offer(good(sequence=3).offer)) == [("s", Reason.EQUIVOCATION)]
     assert not refusals(desk.admit(good(1)))
 

@@ -116,7 +116,7 @@ class SimulatedClient:
             case fx.Train(order):
                 self._training += 1
                 number = self._training
-                self._later(0.1 + self._random.random(), lambda: self._trained(order, number))
+                self._later(0.3 + 2.0 * self._random.random(), lambda: self._trained(order, number))
             case fx.AbandonTraining():
                 self._training += 1
             case fx.Keep(offer):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from tests.simulation.world import Weather
 
-FAULTY_SECONDS = 25.0
+FAULTY_SECONDS = 14.0
 Kind = Literal["crash", "vanish", "partition", "one-way", "jump", "lose-disk", "slow-disk"]
 
 
@@ -45,7 +45,7 @@ def draw(random: random.Random, brokers: list[str], clients: list[str]) -> Plan:
         kind = random.choice(kinds)
         node = random.choice(clients if kind == "vanish" else brokers)
         other = random.choice(brokers)
-        faults.append(Fault(random.uniform(0.5, FAULTY_SECONDS), kind, node, other, random.uniform(0.2, 12.0)))
+        faults.append(Fault(random.uniform(0.5, FAULTY_SECONDS), kind, node, other, random.uniform(0.2, 8.0)))
     minority = (len(brokers) - 1) // 2
     if minority and random.random() < 0.15:
         node = random.choice(brokers)

@@ -81,11 +81,11 @@ class Run:
                     self._watch_client(client, one)
             for fault in self.plan.faults:
                 world.after(fault.at, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
-            world.run(FAULTY_SECONDS, self.invariants.nothing_is_gone, lambda: False)
+            world.run(FAULTY_SECONDS, lambda: False)
             self._make_peace()
             goal = max(self.invariants.bodies, default=0) + ROUNDS_IN_PEACE
             began = world.now
-            world.run(began + PEACE_SECONDS, self.invariants.nothing_is_gone, lambda: self._reached(goal))
+            world.run(began + PEACE_SECONDS, lambda: self._reached(goal))
             if not self._reached(goal):
                 heads = {name: broker.core.head.server_round for name, broker in self.brokers.items() if broker.alive}
                 raise InvariantBroken(f"no round {goal} within {PEACE_SECONDS} s of peace: {heads}")
@@ -224,6 +224,7 @@ class Run:
                     self.brokers[fault.node].crash(torn=True)
                     self.brokers[fault.node].disk = Disk()
                     self.brokers[fault.node].disk_lost = True
+                    self.invariants.nothing_is_gone()
 
     def _spared(self, node: str) -> bool:
         """Whether a disk may be lost: only a minority is."""

@@ -41,12 +41,11 @@ class World:
         self._count += 1
         heapq.heappush(self._heap, (self.now + seconds, self._count, action))
 
-    def run(self, until: float, check: Callable[[], None], enough: Callable[[], bool]) -> None:
-        """Take events in order until the time is over or `enough` holds; `check` is called after each."""
+    def run(self, until: float, enough: Callable[[], bool]) -> None:
+        """Take events in order until the time is over or `enough` holds."""
         while self._heap and self._heap[0][0] <= until and not enough():
             self.now, _, action = heapq.heappop(self._heap)
             action()
-            check()
 
     def note(self, who: str, text: str) -> None:
         """A line of the trace, if one is kept."""

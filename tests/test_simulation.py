@@ -1,0 +1,25 @@
+"""Thousands of simulated federations under faults: no guarantee breaks, and in peace they commit again."""
+
+import pytest
+
+from tests.simulation.running import Run
+from tests.simulation.signing import simulated_signatures
+
+RUNS = 2000
+PARTS = 16
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_guarantee_holds_under_faults(part: int) -> None:
+    size = RUNS // PARTS
+    with simulated_signatures():
+        for seed in range(part * size, (part + 1) * size):
+            outcome = Run(seed).go()
+            assert not outcome.finding, f"python -m tests.simulation --replay {seed}: {outcome.finding}"
+            assert outcome.rounds >= 3
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    with simulated_signatures():
+        first, again = Run(11, traced=True).go(), Run(11, traced=True).go()
+    assert first == again and len(first.trace) > 100
