@@ -22,4 +22,4 @@ def test_every_guarantee_holds_under_faults(part: int) -> None:
 def test_the_same_seed_gives_the_same_run() -> None:
     with simulated_signatures():
         first, again = Run(11, traced=True).go(), Run(11, traced=True).go()
-    assert first == again and len(first.trace) > 100
+    assert first == again and len(first.trace) > 20
