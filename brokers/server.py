@@ -20,8 +20,9 @@ import structlog
 from brokers import effects as fx
 from brokers import events as ev
 from brokers.core import BrokerCore
+from brokers.fetching import Fetching
 from brokers.workbench import Workbench
-from ravnest_fed.blobs import DiskBlobs, MemoryBlobs
+from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.checkpoints import read_model
 from ravnest_fed.decree import weighted_means
 from ravnest_fed.errors import LedgerError, RavnestError, RemoteProtocolError, SchemaMismatch, UsageError
@@ -45,13 +46,12 @@ from ravnest_fed.messages import (
 )
 from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, AllowList, Line, Port, make_context
 from ravnest_fed.replica import Replica, updates_of
-from ravnest_fed.transfer import Ask, Downloads, Fetched, FetchFailed, Keep, TransferEffect, serve
+from ravnest_fed.transfer import serve
 
 KEY_FILE = "broker.key"
 TICK_SECONDS = 0.2
 COMMITS_AT_ONCE = 16
 CACHED_BLOBS = 64
-MAX_MEMORY_BLOB = 2**26
 DURABLE = (
     fx.SaveBlob,
     fx.SavePromise,
@@ -98,9 +98,6 @@ class BrokerServer:
             self._welcome,
             time.monotonic(),
         )
-        self._downloads = Downloads()
-        self._stores: dict[bytes, fx.Store] = {}
-        self._also: dict[bytes, set[fx.Store]] = defaultdict(set)
         self._memory = MemoryBlobs()
         self._cached: OrderedDict[bytes, None] = OrderedDict()
         self._queue: deque[fx.Effect] = deque()
@@ -118,6 +115,13 @@ class BrokerServer:
         self._loop = asyncio.get_running_loop()
         self._disk = ThreadPoolExecutor(1, "disk")
         self._bench_thread = ThreadPoolExecutor(1, "workbench")
+        self._fetching = Fetching(
+            {"ledger": self.ledger.blobs, "spool": self.ledger.spool, "memory": self._memory},
+            self._ask,
+            self._handle,
+            self._fail,
+            self._disk,
+        )
         self._context = make_context()
         allow = AllowList(self._context)
         allow.start()
@@ -170,7 +174,7 @@ class BrokerServer:
             if text == "up":
                 self._handle(ev.PeerUp(node_id))
             elif text == "down":
-                self._apply_transfer(self._downloads.donor_gone(node_id, time.monotonic()))
+                self._fetching.donor_gone(node_id)
                 self._handle(ev.PeerDown(node_id))
 
         return Line(self._context, address, key, self.identity, True, lambda raw: None, state)
@@ -199,19 +203,16 @@ class BrokerServer:
             self._handle(ev.FromClient(session, curve_key, message))
 
     def _session_lost(self, session: str) -> None:
-        self._apply_transfer(self._downloads.donor_gone(session, time.monotonic()))
+        self._fetching.donor_gone(session)
         self._handle(ev.SessionLost(session))
 
     def _transfer(self, donor: str, message: Message, answer: Callable[[Message], None]) -> bool:
-        now = time.monotonic()
         match message:
             case Want():
                 for part in serve(message, self):
                     answer(part)
-            case Chunk():
-                self._apply_transfer(self._downloads.on_chunk(donor, message, now))
-            case Absent():
-                self._apply_transfer(self._downloads.on_absent(donor, message, now))
+            case Chunk() | Absent():
+                self._fetching.take(donor, message)
             case _:
                 return False
         return True
@@ -222,6 +223,12 @@ class BrokerServer:
             if store.has(blob):
                 return store.read_chunk(blob, index)
         return None
+
+    def _ask(self, donor: str, want: Want) -> None:
+        if donor in self.federation.broker_by_id:
+            self._send_peer(donor, want)
+        else:
+            self._send_client(donor, want)
 
     def _send_peer(self, node_id: str, message: Message) -> None:
         if node_id in self._lines:
@@ -243,10 +250,12 @@ class BrokerServer:
     # --- events and effects ------------------------------------------------------------------------------------------
 
     def _handle(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Fetched) and event.into == "memory":
+            self._remember(event.blob)
         self._apply(self.core.handle(event, time.monotonic()))
 
     def _tick(self) -> None:
-        self._apply_transfer(self._downloads.tick(time.monotonic()))
+        self._fetching.tick()
         self._handle(ev.Tick(time.time()))
 
     def _apply(self, effects: list[fx.Effect]) -> None:
@@ -254,7 +263,7 @@ class BrokerServer:
         self._drain()
 
     def _drain(self) -> None:
-        while self._queue and not self._writing:
+        while self._queue and not self._writing and not self._stopped.is_set():
             effect = self._queue.popleft()
             if isinstance(effect, DURABLE):
                 self._writing = True
@@ -303,7 +312,7 @@ class BrokerServer:
             case fx.SendCommits():
                 self._send_commits(effect)
             case fx.Fetch():
-                self._fetch(effect)
+                self._fetching.fetch(effect)
             case fx.Cache(blob):
                 self._cache(blob)
             case fx.Fold(commit, body):
@@ -329,8 +338,8 @@ class BrokerServer:
         def finished(future: "Future[Any]") -> None:
             if error := future.exception():
                 self._fail(error)
-            elif then is not None:
-                then(future.result())
+            elif then is not None and (result := future.result()) is not None:
+                then(result)
 
         self._bench_thread.submit(task).add_done_callback(done)
 
@@ -344,71 +353,6 @@ class BrokerServer:
         self._stopped.set()
 
     # --- blobs -------------------------------------------------------------------------------------------------------
-
-    def _fetch(self, effect: fx.Fetch) -> None:
-        ref, into = effect.ref, effect.into
-        if into == "memory" and ref.length > MAX_MEMORY_BLOB:
-            self._loop.call_soon(self._handle, ev.Missed(ref.hash, into, effect.donors))
-            return
-        if self._has(ref.hash, into):
-            self._arrived(ref.hash, into)
-            return
-        self._stores.setdefault(ref.hash, into)
-        self._also[ref.hash].add(into)
-        self._apply_transfer(self._downloads.start(ref, list(effect.donors), time.monotonic()))
-
-    def _has(self, blob: bytes, into: fx.Store) -> bool:
-        return self._store(into).has(blob)
-
-    def _store(self, into: fx.Store) -> MemoryBlobs | DiskBlobs:
-        if into == "memory":
-            return self._memory
-        return self.ledger.blobs if into == "ledger" else self.ledger.spool
-
-    def _apply_transfer(self, effects: list[TransferEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case Ask(donor, want):
-                    if donor in self._lines:
-                        self._send_peer(donor, want)
-                    else:
-                        self._send_client(donor, want)
-                case Keep(ref, index, data):
-                    self._store(self._stores.get(ref.hash, "memory")).keep_chunk(ref, index, data)
-                case Fetched(ref):
-                    self._finish_fetching(ref)
-                case FetchFailed(ref, lying):
-                    self._stores.pop(ref.hash, None)
-                    for into in sorted(self._also.pop(ref.hash, set())):
-                        self._loop.call_soon(self._handle, ev.Missed(ref.hash, into, lying))
-
-    def _finish_fetching(self, ref: BlobRef) -> None:
-        future = self._disk.submit(self._finish, ref)
-        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._finished, done, ref))
-
-    def _finish(self, ref: BlobRef) -> None:
-        """On the disk's thread: make a fetched blob durable, in every store that wants it."""
-        first = self._store(self._stores.get(ref.hash, "memory"))
-        first.finish(ref)
-        for into in self._also.get(ref.hash, set()):
-            store = self._store(into)
-            if not store.has(ref.hash):
-                store.put(first.read(ref.hash))
-
-    def _finished(self, done: "Future[None]", ref: BlobRef) -> None:
-        self._stores.pop(ref.hash, None)
-        wanted = self._also.pop(ref.hash, set())
-        if error := done.exception():
-            self._fail(error)
-            return
-        for into in sorted(wanted):
-            self._arrived(ref.hash, into)
-
-    def _arrived(self, blob: bytes, into: fx.Store) -> None:
-        data = self._memory.read(blob) if into == "memory" else None
-        if data is not None:
-            self._remember(blob)
-        self._loop.call_soon(self._handle, ev.Fetched(blob, into, data))
 
     def _cache(self, blob: bytes) -> None:
         self._remember(self._memory.put(blob).hash)

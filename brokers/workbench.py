@@ -4,6 +4,8 @@ Holds the replica and the running sums of the shards that this broker owns. Ever
 that the simulator can call it as it is.
 """
 
+import contextlib
+
 from brokers.effects import Accumulate, Examine, Inspect, Preview, Reduce
 from brokers.events import Examined, Inspected, Previewed, Reduced
 from ravnest_fed import codecs
@@ -11,7 +13,7 @@ from ravnest_fed.aggregation.fixed_point import OutOfRange
 from ravnest_fed.aggregation.norms import SquareSum, combine, square_sum
 from ravnest_fed.aggregation.reduce import ShardAccumulator, check_shard
 from ravnest_fed.aggregation.weighting import Weight
-from ravnest_fed.blobs import BlobStore
+from ravnest_fed.blobs import BlobMissing, BlobStore
 from ravnest_fed.codecs.counters import decode_counters
 from ravnest_fed.decree import check_body, check_votes, open_evidence
 from ravnest_fed.errors import LedgerError, PayloadError, RavnestError
@@ -52,6 +54,9 @@ class Workbench:
                     check_shard(shard.kind, payload, shard.count, up, self.federation.limits.max_contributions)
         except OutOfRange as error:
             return Inspected(task.manifest_hash, Reason.OUT_OF_RANGE, str(error))
+        except BlobMissing:
+            text = "the round was closed while the contribution was on its way"
+            return Inspected(task.manifest_hash, Reason.OUT_OF_DATE, text)
         except LedgerError as error:
             return Inspected(
                 task.manifest_hash, Reason.DAMAGED_PAYLOAD, f"the upload was damaged on this disk: {error}"
@@ -70,18 +75,23 @@ class Workbench:
         """Add a contribution to the running sum of a shard, ahead of the plan."""
         sums = self._sum(task.server_round, task.shard, task.scale_bits)
         self._payloads[(task.shard, task.manifest_hash)] = task.ref.hash
-        sums.add(task.manifest_hash, self._spool.read(task.ref.hash), task.weight)
+        # What the spool does not hold any more belongs to a round that was closed meanwhile.
+        with contextlib.suppress(BlobMissing):
+            sums.add(task.manifest_hash, self._spool.read(task.ref.hash), task.weight)
 
-    def reduce(self, task: Reduce) -> Reduced:
-        """Encode the mean of a shard over exactly the contributions of the reduction."""
+    def reduce(self, task: Reduce) -> Reduced | None:
+        """Encode the mean of a shard over exactly the contributions of the reduction; None where they are gone."""
         reduction = task.reduction
         sums = self._sum(reduction.server_round, task.shard, reduction.scale_bits)
         for ref, one in zip(task.refs, reduction.counted, strict=True):
             self._payloads[(task.shard, one.manifest_hash)] = ref.hash
         chosen = {one.manifest_hash: Weight(one.weight, one.share) for one in reduction.counted}
-        encoded = sums.finish(
-            chosen, reduction.total_share, lambda key: self._spool.read(self._payloads[(task.shard, key)])
-        )
+        try:
+            encoded = sums.finish(
+                chosen, reduction.total_share, lambda key: self._spool.read(self._payloads[(task.shard, key)])
+            )
+        except BlobMissing:
+            return None
         return Reduced(task.reduction_hash, task.shard, self._store.put(encoded))
 
     def preview(self, task: Preview) -> Previewed:

@@ -4,6 +4,7 @@ A blob on disk is written to a temporary name chunk by chunk, fsynced, renamed, 
 at any instruction it is there whole or not at all.
 """
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,14 @@ from ravnest_fed.hashing import CHUNK_SIZE, blob_hash, chunk_hash, chunks
 from ravnest_fed.messages import CHUNK_LIST
 
 _BLOB_NAME = re.compile("[0-9a-f]{64}")
+
+
+MAX_LISTS = 256
+"""Chunk lists that a store keeps at hand, so that a large blob is hashed once and not for everybody who asks."""
+
+
+class BlobMissing(LedgerError):
+    """A blob that was asked for is not here, or no longer."""
 
 
 class BlobStore(Protocol):
@@ -38,6 +47,9 @@ class BlobStore(Protocol):
     def finish(self, ref: BlobRef) -> None:
         """Every chunk was kept: the blob is whole."""
 
+    def discard(self, ref: BlobRef) -> None:
+        """Forget the chunks of a blob that will not be whole."""
+
     def remove(self, blob: bytes) -> None:
         """Forget a blob."""
 
@@ -56,7 +68,7 @@ class MemoryBlobs:
         try:
             return self._blobs[blob]
         except KeyError:
-            raise LedgerError(f"blob {blob.hex()[:16]} is not here") from None
+            raise BlobMissing(f"blob {blob.hex()[:16]} is not here") from None
 
     def read_chunk(self, blob: bytes, index: int) -> bytes | None:
         data = self._blobs.get(blob)
@@ -77,7 +89,12 @@ class MemoryBlobs:
         partial[index * CHUNK_SIZE : index * CHUNK_SIZE + len(data)] = data
 
     def finish(self, ref: BlobRef) -> None:
-        self._blobs[ref.hash] = bytes(self._partial.pop(ref.hash))
+        partial = self._partial.pop(ref.hash, None)
+        if partial is not None:
+            self._blobs[ref.hash] = bytes(partial)
+
+    def discard(self, ref: BlobRef) -> None:
+        self._partial.pop(ref.hash, None)
 
     def remove(self, blob: bytes) -> None:
         self._blobs.pop(blob, None)
@@ -93,6 +110,8 @@ class DiskBlobs:
         for leftover in folder.glob("*.part") if tidy else ():
             leftover.unlink()
         self._sizes: dict[bytes, int] = {}
+        self._numbers = itertools.count()
+        self._lists: dict[bytes, bytes] = {}
         for file in folder.iterdir():
             # What else lies there (a file manager's notes) is none of ours.
             if _BLOB_NAME.fullmatch(file.name):
@@ -104,6 +123,8 @@ class DiskBlobs:
     def read(self, blob: bytes) -> bytes:
         try:
             data = self._path(blob).read_bytes()
+        except FileNotFoundError:
+            raise BlobMissing(f"blob {self._path(blob)} is not here", "copy it from another broker") from None
         except OSError as error:
             raise LedgerError(
                 f"blob {self._path(blob)} cannot be read ({error.strerror})", "copy it from another broker"
@@ -117,7 +138,7 @@ class DiskBlobs:
         if size is None:
             return None
         if index == CHUNK_LIST:
-            return b"".join(map(chunk_hash, chunks(self.read(blob))))
+            return self._chunk_list(blob)
         start = index * CHUNK_SIZE
         if not 0 <= start < max(size, 1):
             return None
@@ -128,28 +149,46 @@ class DiskBlobs:
     def put(self, data: bytes) -> BlobRef:
         ref = BlobRef.of(data)
         if not self.has(ref.hash):
-            for index, chunk in enumerate(chunks(data)):
-                self.keep_chunk(ref, index, bytes(chunk))
-            self.finish(ref)
+            # A name of its own: a fetch of the same blob may be writing at the same time.
+            part = self._folder / f"{ref.hash.hex()}.{next(self._numbers)}.part"
+            part.write_bytes(data)
+            self._publish(part, ref)
         return ref
 
     def keep_chunk(self, ref: BlobRef, index: int, data: bytes) -> None:
-        part = self._path(ref.hash).with_suffix(".part")
+        part = self._part(ref.hash)
         with part.open("r+b" if part.exists() else "wb") as file:
             file.seek(index * CHUNK_SIZE)
             file.write(data)
 
     def finish(self, ref: BlobRef) -> None:
-        part = self._path(ref.hash).with_suffix(".part")
+        if not self.has(ref.hash):
+            self._publish(self._part(ref.hash), ref)
+        else:
+            self.discard(ref)
+
+    def discard(self, ref: BlobRef) -> None:
+        self._part(ref.hash).unlink(missing_ok=True)
+
+    def _publish(self, part: Path, ref: BlobRef) -> None:
         with part.open("r+b") as file:
             os.fsync(file.fileno())
-        part.rename(self._path(ref.hash))
+        part.replace(self._path(ref.hash))
         sync_folder(self._folder)
         self._sizes[ref.hash] = ref.length
 
     def remove(self, blob: bytes) -> None:
         if self._sizes.pop(blob, None) is not None:
             self._path(blob).unlink(missing_ok=True)
+
+    def _chunk_list(self, blob: bytes) -> bytes:
+        known = self._lists.get(blob)
+        if known is None:
+            known = b"".join(map(chunk_hash, chunks(self.read(blob))))
+            while len(self._lists) >= MAX_LISTS:
+                self._lists.pop(next(iter(self._lists)))
+            self._lists[blob] = known
+        return known
 
     def retain(self, wanted: set[bytes]) -> None:
         """Remove every blob that is not `wanted`."""
@@ -158,6 +197,9 @@ class DiskBlobs:
 
     def _path(self, blob: bytes) -> Path:
         return self._folder / blob.hex()
+
+    def _part(self, blob: bytes) -> Path:
+        return self._folder / f"{blob.hex()}.part"
 
 
 def sync_folder(folder: Path) -> None:

@@ -200,11 +200,16 @@ class JoinedBroker:
             case fx.Inspect():
                 joined.post(self, lambda: self.handle(self.bench.inspect(effect)))
             case fx.Reduce():
-                joined.post(self, lambda: self.handle(self.bench.reduce(effect)))
+                joined.post(self, lambda: self._reduced(effect))
             case fx.Preview():
                 joined.post(self, lambda: self.handle(self.bench.preview(effect)))
             case fx.Examine():
                 joined.post(self, lambda: self.handle(self.bench.examine(effect)))
+
+    def _reduced(self, effect: fx.Reduce) -> None:
+        event = self.bench.reduce(effect)
+        if event is not None:
+            self.handle(event)
 
     def _fold(self, commit: Commit) -> None:
         from ravnest_fed.facts import Body

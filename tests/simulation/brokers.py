@@ -199,7 +199,7 @@ class SimulatedBroker:
             case fx.Inspect():
                 self._later(0.001, lambda: self.handle(self.bench.inspect(effect)))
             case fx.Reduce():
-                self._later(0.001, lambda: self.handle(self.bench.reduce(effect)))
+                self._later(0.001, lambda: self._reduced(effect))
             case fx.Preview():
                 self._later(0.001, lambda: self.handle(self.bench.preview(effect)))
             case fx.Examine():
@@ -225,6 +225,11 @@ class SimulatedBroker:
                 self._send_peer(to, notice)
             else:
                 self.deliver_to_client(to, notice)
+
+    def _reduced(self, effect: fx.Reduce) -> None:
+        event = self.bench.reduce(effect)
+        if event is not None:
+            self.handle(event)
 
     def _fold(self, commit: Commit) -> None:
         body = decode(Body, commit.body)

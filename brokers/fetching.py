@@ -1,0 +1,121 @@
+"""The shell's side of fetching blobs: from a donor's chunks to a durable file, in every store that wants it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from brokers.effects import Fetch, Store
+from brokers.events import Event, Fetched, Missed
+from ravnest_fed import transfer
+from ravnest_fed.blobs import BlobStore
+from ravnest_fed.facts import BlobRef
+from ravnest_fed.messages import Absent, Chunk, Want
+
+MAX_MEMORY_BLOB = 2**26
+"""Most bytes of a blob that is fetched into memory."""
+
+
+@dataclass
+class _Fetch:
+    """A blob on its way: chunks go to the store `first`, and when it is whole, to all that are `wanted`."""
+
+    first: Store
+    wanted: set[Store]
+    finishing: bool = False
+
+
+class Fetching:
+    """All fetches of one broker. Its methods run on the event loop; files are finished by `disk`."""
+
+    def __init__(
+        self,
+        stores: Mapping[Store, BlobStore],
+        ask: Callable[[str, Want], None],
+        tell: Callable[[Event], None],
+        fail: Callable[[BaseException], None],
+        disk: Executor,
+    ) -> None:
+        """`ask` sends a request to a donor, `tell` feeds the core, `fail` ends the broker."""
+        self._stores = stores
+        self._ask = ask
+        self._tell = tell
+        self._fail = fail
+        self._disk = disk
+        self._loop = asyncio.get_running_loop()
+        self._downloads = transfer.Downloads()
+        self._fetches: dict[bytes, _Fetch] = {}
+
+    def fetch(self, effect: Fetch) -> None:
+        """Begin to fetch a blob, or join a fetch of it that runs."""
+        ref, into = effect.ref, effect.into
+        if into == "memory" and ref.length > MAX_MEMORY_BLOB:
+            self._loop.call_soon(self._tell, Missed(ref.hash, into, effect.donors))
+        elif self._stores[into].has(ref.hash):
+            self._arrived(ref.hash, into)
+        else:
+            running = self._fetches.setdefault(ref.hash, _Fetch(into, set()))
+            running.wanted.add(into)
+            if not running.finishing:
+                self._apply(self._downloads.start(ref, list(effect.donors), time.monotonic()))
+
+    def take(self, donor: str, message: Chunk | Absent) -> None:
+        """A donor's answer."""
+        now = time.monotonic()
+        if isinstance(message, Chunk):
+            self._apply(self._downloads.on_chunk(donor, message, now))
+        else:
+            self._apply(self._downloads.on_absent(donor, message, now))
+
+    def donor_gone(self, donor: str) -> None:
+        """The connection to a donor is lost."""
+        self._apply(self._downloads.donor_gone(donor, time.monotonic()))
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._apply(self._downloads.tick(time.monotonic()))
+
+    def _apply(self, effects: list[transfer.TransferEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case transfer.Ask(donor, want):
+                    self._ask(donor, want)
+                case transfer.Keep(ref, index, data):
+                    self._stores[self._fetches[ref.hash].first].keep_chunk(ref, index, data)
+                case transfer.Fetched(ref):
+                    self._fetches[ref.hash].finishing = True
+                    self._finish(ref)
+                case transfer.FetchFailed(ref, lying):
+                    gone = self._fetches.pop(ref.hash)
+                    self._stores[gone.first].discard(ref)
+                    for into in sorted(gone.wanted):
+                        self._loop.call_soon(self._tell, Missed(ref.hash, into, lying))
+
+    def _finish(self, ref: BlobRef) -> None:
+        running = self._fetches[ref.hash]
+        future = self._disk.submit(self._store, ref, running.first, frozenset(running.wanted))
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._stored, done, ref))
+
+    def _store(self, ref: BlobRef, first: Store, wanted: frozenset[Store]) -> frozenset[Store]:
+        """On the disk's thread."""
+        self._stores[first].finish(ref)
+        for into in wanted - {first}:
+            self._stores[into].put(self._stores[first].read(ref.hash))
+        return wanted
+
+    def _stored(self, done: "Future[frozenset[Store]]", ref: BlobRef) -> None:
+        if error := done.exception():
+            self._fail(error)
+            return
+        running = self._fetches[ref.hash]
+        if running.wanted - done.result():
+            self._finish(ref)  # another store came to want it meanwhile
+            return
+        del self._fetches[ref.hash]
+        for into in sorted(running.wanted):
+            self._arrived(ref.hash, into)
+
+    def _arrived(self, blob: bytes, into: Store) -> None:
+        data = self._stores["memory"].read(blob) if into == "memory" else None
+        self._loop.call_soon(self._tell, Fetched(blob, into, data))
