@@ -3,7 +3,7 @@
 from ravnest_fed import codecs
 from ravnest_fed.codecs.counters import counters_size
 from ravnest_fed.errors import AdmissionRefused
-from ravnest_fed.facts import BlobRef, Manifest, open_signed
+from ravnest_fed.facts import BlobRef, Manifest, open_signed, within_bounds
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import merkle_root
 from ravnest_fed.head import Head
@@ -21,6 +21,10 @@ def check_manifest(
     """
     if signed.node_id not in federation.member_by_id:
         raise AdmissionRefused(Reason.UNKNOWN_CLIENT, f"{signed.node_id[:8]} is not a member", "ask the operator")
+    if not within_bounds(signed):
+        raise AdmissionRefused(
+            Reason.BAD_METRICS, f"the manifest has {len(signed.payload)} bytes", "send fewer metrics"
+        )
     manifest = open_signed(Manifest, signed, federation.public_key(signed.node_id))
     if manifest is None or manifest.client != signed.node_id:
         raise AdmissionRefused(Reason.WRONG_SIGNATURE, "the manifest is not signed by its client")

@@ -46,6 +46,7 @@ from ravnest_fed.errors import AdmissionRefused, RavnestError
 from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, decode, encode, open_signed, sign, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack
+from ravnest_fed.hashing import digest
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import Admitted, VoteRecord
@@ -65,11 +66,12 @@ from ravnest_fed.messages import (
     Ready,
     Refused,
     Skip,
-    StatusRequest,
     Waiting,
     Welcome,
 )
 
+MINORITY_SECONDS = 10.0
+"""How long a broker without a majority keeps its clients, at the least."""
 GREETING_SECONDS = 2.0
 """How often brokers tell each other where they stand."""
 STARTING_SECONDS = 3.0
@@ -111,7 +113,9 @@ class BrokerCore:
         self._catching: BlobRef | None = None
         self._catching_commit: tuple[Commit, Body, set[bytes]] | None = None
         self._asked_at = -1e9
+        self._asked = 0
         self._greeted_at = now
+        self._majority_at = now
         self._patient_until = now + STARTING_SECONDS
         self.round = OpenRound(federation, head, identity, record, self._patient_until, now)
         self._admitted_before = admitted
@@ -243,7 +247,8 @@ class BrokerCore:
         if not ahead or self._catching is not None or now - self._asked_at < 0.5:
             return []
         self._asked_at = now
-        return [SendPeer(node, CommitsRequest(self.head.server_round)) for node in ahead[:1]]
+        self._asked += 1
+        return [SendPeer(ahead[self._asked % len(ahead)], CommitsRequest(self.head.server_round))]
 
     def _catching_fetched(self, event: Fetched, now: float) -> list[Effect]:
         if self._catching is not None and event.blob == self._catching.hash and event.data is not None:
@@ -304,12 +309,10 @@ class BrokerCore:
             case Goodbye():
                 answer = SendClient(session, Goodbye("heard"))
                 return [answer, EndSession(session), *self._lose(session, now)]
-            case StatusRequest():
-                return []
         return []
 
     def _greet(self, session: str, curve_key: str, hello: Hello, now: float) -> list[Effect]:
-        greeted = self.sessions.greet(session, curve_key, hello)
+        greeted = self.sessions.greet(session, curve_key, hello, now)
         if isinstance(greeted, Refused):
             self.intake.refusals[greeted.reason] = self.intake.refusals.get(greeted.reason, 0) + 1
             said = Say("client refused", {"client": hello.node_id[:8], "reason": greeted.reason}, warning=True)
@@ -347,6 +350,8 @@ class BrokerCore:
         return effects + self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
 
     def _take_evaluation(self, signed: Signed) -> list[Effect]:
+        if self.round.has_evaluation(signed.node_id):
+            return []
         evaluation = evaluation_of(self.federation, self.head, signed)
         if evaluation is None:
             return []
@@ -413,6 +418,19 @@ class BrokerCore:
             if session.ready >= 0 and session.told != text:
                 session.told = text
                 effects.append(SendClient(session.session, Waiting(self.head.server_round + 1, text)))
+        return effects + self._send_elsewhere(now)
+
+    def _send_elsewhere(self, now: float) -> list[Effect]:
+        """A broker that has long been without a majority sends its clients to others, one by one over a while."""
+        if len(self._live()) >= self.federation.majority:
+            self._majority_at = now
+            return []
+        effects: list[Effect] = []
+        for session in list(self.sessions.by_node.values()):
+            spread = digest("elsewhere", session.node_id.encode(), self._me.encode())[0] / 256
+            if now - max(self._majority_at, session.since) > MINORITY_SECONDS * (1.0 + spread):
+                effects.append(SendClient(session.session, Goodbye("this broker sees no majority of brokers")))
+                effects += [EndSession(session.session), *self._lose(session.session, now)]
         return effects
 
     def _hello(self) -> PeerHello:

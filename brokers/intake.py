@@ -62,7 +62,7 @@ class Intake:
                 )
         except AdmissionRefused as error:
             effects = self._refuse(session, manifest_hash, error.reason, str(error), offer.manifest.node_id)
-            if error.reason == Reason.EQUIVOCATION and earlier:
+            if error.reason == Reason.EQUIVOCATION and earlier and not known.equivocated(earlier.manifest.client):
                 known.mark_equivocator(earlier.manifest.client)
                 first, second = earlier.signed, offer.manifest
                 effects.append(SaveEquivocation(earlier.manifest.client, head.server_round, first, second))

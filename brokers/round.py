@@ -29,7 +29,7 @@ from brokers.events import Examined, Fetched, Missed, Previewed, Reduced
 from brokers.supply import Supply
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.decree import draft, evidence_for, reduction_of
-from ravnest_fed.errors import RemoteProtocolError
+from ravnest_fed.errors import RavnestError, RemoteProtocolError
 from ravnest_fed.facts import (
     BlobRef,
     Body,
@@ -68,6 +68,16 @@ VIEW_SECONDS = 4.0
 MAX_VIEW_SECONDS = 60.0
 
 
+MAX_INLINE_TOTAL = 2**18
+
+
+def lightened(shards: tuple[BlobRef, ...]) -> tuple[BlobRef, ...]:
+    """The references without the blobs inside, where these are too many to ride along in one message."""
+    if sum(len(ref.inline) for ref in shards) <= MAX_INLINE_TOTAL:
+        return shards
+    return tuple(ref.bare() for ref in shards)
+
+
 class OpenRound:
     """The round after `head`, from the side of the broker `identity`."""
 
@@ -102,7 +112,7 @@ class OpenRound:
         )
         self._free_view: int | None = None
         self._bound: tuple[int, BlobRef, tuple[str, ...]] | None = None
-        self._considering: dict[int, tuple[BlobRef, tuple[str, ...]]] = {}
+        self._considering: tuple[int, BlobRef, tuple[str, ...]] | None = None
         self._sound: dict[bytes, bytes] = {}
         self._unsound: set[bytes] = set()
         self._examining: set[bytes] = set()
@@ -114,18 +124,25 @@ class OpenRound:
         self._planned_view = -1
         self._reducing: set[tuple[bytes, int]] = set()
         self._updates: dict[bytes, dict[int, BlobRef]] = {}
-        self._drafting: bytes | None = None
+        self._drafting: Body | None = None
 
         self._supply = Supply()
         self._arriving: dict[bytes, list[tuple[bytes, int]]] = {}
-        self._expected_updates: dict[bytes, tuple[bytes, int, BlobRef]] = {}
+        self._expected_updates: dict[bytes, list[tuple[bytes, int, BlobRef]]] = {}
 
     # --- what the round is told --------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Effect]:
         """Begin the round, or begin it again after a restart."""
         voted = self._agreement.voted_body
-        effects: list[Effect] = [Cache(voted)] if voted is not None else []
+        effects: list[Effect] = []
+        if voted is not None:
+            # The body may be decided by now, and is folded only after it was examined again.
+            ref = BlobRef.of(voted)
+            self._supply.load(ref.hash, voted)
+            self._considering = (-1, ref, ())
+            self._start_view_time(now)
+            effects.append(Cache(voted))
         return effects + self._carry(self._agreement.start(), now)
 
     def set_live(self, brokers: frozenset[str], now: float) -> list[Effect]:
@@ -137,6 +154,10 @@ class OpenRound:
         """The clients that any broker has a session with, and those seen leaving or skipping this round."""
         self._clients_live, self._clients_away = live, away
         return self.advance(now)
+
+    def has_evaluation(self, client: str) -> bool:
+        """Whether the client's evaluation of the head's model is known."""
+        return client in self._evaluations
 
     def add_evaluation(self, client: str, signed: Signed) -> None:
         """A client's sound evaluation of the head's model."""
@@ -150,10 +171,11 @@ class OpenRound:
         contribution = self.contributions.add(signed, manifest, shards, home)
         effects: list[Effect] = []
         if known is not None and known.manifest_hash != contribution.manifest_hash:
+            if not self.contributions.equivocated(manifest.client):
+                effects.append(SaveEquivocation(manifest.client, self.head.server_round, known.signed, signed))
             self.contributions.mark_equivocator(manifest.client)
-            effects.append(SaveEquivocation(manifest.client, self.head.server_round, known.signed, signed))
         if home == self._me:
-            effects += self._to_all(Announcement(signed, shards))
+            effects += self._to_all(Announcement(signed, lightened(shards)))
             for ref in shards:
                 self._supply.add(ref.hash, "spool")
         mine = [shard for shard, owner in enumerate(self.head.owners) if self.federation.roster[owner] == self._me]
@@ -219,8 +241,8 @@ class OpenRound:
             if contribution is not None:
                 effects += self._accumulate(contribution, shard)
         if event.into == "ledger" and event.blob in self._expected_updates:
-            tag, shard, ref = self._expected_updates.pop(event.blob)
-            self._updates.setdefault(tag, {})[shard] = ref
+            for tag, shard, ref in self._expected_updates.pop(event.blob):
+                self._updates.setdefault(tag, {})[shard] = ref
         return effects + self.advance(now)
 
     def on_missed(self, event: Missed, now: float) -> list[Effect]:
@@ -237,6 +259,8 @@ class OpenRound:
 
     def on_previewed(self, event: Previewed, now: float) -> list[Effect]:
         """The draft's hashes are known: put it to the vote."""
+        if event.draft.parent != self.head.commit_hash or self._drafting != event.draft:
+            return []
         self._drafting = None
         if event.finding:
             self._free_view = None
@@ -295,6 +319,8 @@ class OpenRound:
         """Take every step that is possible by now."""
         if self.outcome is not None:
             return []
+        if self._free_view is not None and self._free_view != self._agreement.view:
+            self._free_view = None
         effects: list[Effect] = []
         if not self.head.stop:
             ready = self.readiness(now)
@@ -369,7 +395,8 @@ class OpenRound:
         if self._supply.has(notice.update.hash, "ledger"):
             self._updates.setdefault(notice.reduction_hash, {})[notice.shard] = notice.update.bare()
             return []
-        self._expected_updates[notice.update.hash] = (notice.reduction_hash, notice.shard, notice.update.bare())
+        expected = self._expected_updates.setdefault(notice.update.hash, [])
+        expected.append((notice.reduction_hash, notice.shard, notice.update.bare()))
         return self._supply.want(notice.update, (node_id,), "ledger")
 
     def _draft(self) -> list[Effect]:
@@ -381,13 +408,17 @@ class OpenRound:
         updates = self._updates.get(tag, {})
         if len(updates) < len(self.federation.schema.shards):
             return []
-        self._drafting = tag
         manifests = [self.contributions.get(one.manifest_hash) for one in plan.reduction.counted]
         evidence = evidence_for([one.signed for one in manifests if one is not None], self._evaluations.values())
         live = tuple(node for node in self.federation.roster if node in self._live)
         owners = balanced_owners(self.federation.schema, self.federation.roster, live, self.server_round + 1)
         ordered = [updates[shard] for shard in range(len(updates))]
-        body = draft(self.federation, self.head, plan.reduction, evidence, ordered, owners, self._date_reached)
+        try:
+            body = draft(self.federation, self.head, plan.reduction, evidence, ordered, owners, self._date_reached)
+        except RavnestError as error:
+            self._free_view = None
+            return [Say("no draft", {"round": self.server_round, "finding": str(error)}, warning=True)]
+        self._drafting = body
         return [SaveBlob(evidence), Preview(body)]
 
     # --- examine, agree ----------------------------------------------------------------------------------------------
@@ -395,10 +426,16 @@ class OpenRound:
     def _examine(self, now: float) -> list[Effect]:
         """Gather what the bodies under consideration need, have them examined, and vote or propose."""
         effects: list[Effect] = []
-        for view, (ref, donors) in list(self._considering.items()):
+        voted = self._agreement.voted_body
+        if self._decided is not None and voted is not None and body_hash(voted) == self._decided.body_hash:
+            ref = BlobRef.of(voted)
+            self._supply.load(ref.hash, voted)
+            self._gather(ref, (), effects)
+        if self._considering is not None:
+            view, ref, donors = self._considering
             raw = self._gather(ref, donors, effects)
             if raw is not None:
-                del self._considering[view]
+                self._considering = None
                 effects += self._carry(self._agreement.examined(view, raw), now)
         if self._bound is not None:
             view, ref, donors = self._bound
@@ -459,7 +496,7 @@ class OpenRound:
                     if voted is not None and blob_hash(voted) == ref.hash:
                         self._supply.load(ref.hash, voted)
                 case paxos.Consider(view, ref, proposer):
-                    self._considering = {view: (ref, (proposer,))}
+                    self._considering = (view, ref, (proposer,))
                 case paxos.Decided():
                     self._decided = effect
         return effects

@@ -52,6 +52,8 @@ KEY_FILE = "broker.key"
 TICK_SECONDS = 0.2
 COMMITS_AT_ONCE = 16
 CACHED_BLOBS = 64
+STATUS_NAMES = 6000
+"""About how many names of clients a status may hold over all its rows, to stay within one message."""
 DURABLE = (
     fx.SaveBlob,
     fx.SavePromise,
@@ -196,10 +198,11 @@ class BrokerServer:
         except RemoteProtocolError as error:
             self.log.warning("client's message dropped", session=session, finding=str(error))
             return
-        known = session in self.core.sessions.by_session
-        if known and isinstance(message, StatusRequest):
-            self._send_client(session, self._status(message.server_round))
-        elif not known or not self._transfer(session, message, lambda answer: self._send_client(session, answer)):
+        known = self.core.sessions.by_session.get(session)
+        if isinstance(message, StatusRequest):
+            if known is not None and known.operator:
+                self._send_client(session, self._status(max(0, min(message.server_round, 2**48))))
+        elif known is None or not self._transfer(session, message, lambda answer: self._send_client(session, answer)):
             self._handle(ev.FromClient(session, curve_key, message))
 
     def _session_lost(self, session: str) -> None:
@@ -393,7 +396,7 @@ class BrokerServer:
 
     def _status(self, after: int) -> Status:
         core = self.core
-        rows = self.ledger.rows(after)
+        rows = self.ledger.rows(after, most=max(1, STATUS_NAMES // (len(self.federation.members) + 8)))
         rows = tuple(
             msgspec.structs.replace(row, bytes_down=self._down.get(row.server_round, row.bytes_down)) for row in rows
         )

@@ -13,7 +13,8 @@ OLDEST_PROTOCOL = 1
 class Session:
     """One client's or the operator's connection after its greeting.
 
-    `ready` is the round whose model it holds (-1: none yet), `told` what it was last told that the federation waits for.
+    `ready` is the round whose model it holds (-1: none yet), `told` what it was last told that the federation waits for,
+    `since` when it began (s).
     """
 
     session: str
@@ -21,6 +22,7 @@ class Session:
     operator: bool
     ready: int = -1
     told: str = ""
+    since: float = 0.0
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Sessions:
     _away: set[str] = field(default_factory=set)
     _elsewhere: dict[str, _Elsewhere] = field(default_factory=dict)
 
-    def greet(self, session: str, curve_key: str, hello: Hello) -> Session | Refused:
+    def greet(self, session: str, curve_key: str, hello: Hello, now: float = 0.0) -> Session | Refused:
         """A greeting arrived on a connection that proved `curve_key`."""
         federation = self.federation
         if hello.protocol < OLDEST_PROTOCOL:
@@ -55,7 +57,7 @@ class Sessions:
                 Reason.WRONG_RECIPE,
                 "the recipe differs from the one that the federation signs: get the operator's file",
             )
-        made = Session(session, hello.node_id, operator)
+        made = Session(session, hello.node_id, operator, since=now)
         self.by_session[session] = made
         if not operator:
             self.by_node[hello.node_id] = made

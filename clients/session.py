@@ -439,6 +439,8 @@ class ClientSession:
         order = open_signed(WorkOrder, signed, self.federation.public_key(signed.node_id))
         if order is None or order.client != self.identity.node_id or order.federation != self.link.fingerprint:
             return []
+        if self.head is not None and order.base_round < self.head.server_round:
+            return []
         self._order = (signed, order)
         pending = self._pending
         if pending is not None and pending.manifest.base_round == order.base_round and not pending.receipted:

@@ -12,6 +12,7 @@ from ravnest_fed.aggregation.norms import clip_bound
 from ravnest_fed.aggregation.weighting import weigh
 from ravnest_fed.errors import AdmissionRefused, VerificationError
 from ravnest_fed.facts import (
+    MAX_FACT_BYTES,
     BlobRef,
     Body,
     Commit,
@@ -26,6 +27,7 @@ from ravnest_fed.facts import (
     encode,
     open_signed,
     signed_hash,
+    within_bounds,
 )
 from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack, unpack
@@ -39,8 +41,6 @@ MAX_METRIC = 1e100
 
 MAX_RECORD_BYTES = 2**28
 """Most bytes of a commit: the body of a million contributions."""
-MAX_FACT_BYTES = 8192
-"""Most bytes that one signed manifest or evaluation takes up in evidence."""
 
 
 def count(federation: Federation, head: Head, manifest: Manifest, manifest_hash: bytes) -> Counted:
@@ -88,7 +88,9 @@ def weighted_means(evaluations: Sequence[Evaluation]) -> dict[str, float]:
 
 def evaluation_of(federation: Federation, head: Head, signed: Signed) -> Evaluation | None:
     """The evaluation of the head's model in `signed`, or None where it is not one or not sound."""
-    evaluation = open_signed(Evaluation, signed, federation.public_key(signed.node_id))
+    evaluation = None
+    if within_bounds(signed):
+        evaluation = open_signed(Evaluation, signed, federation.public_key(signed.node_id))
     if (
         evaluation is None
         or evaluation.client != signed.node_id

@@ -240,6 +240,15 @@ def signed_hash(signed: Signed) -> bytes:
     return digest("signed", encode(signed))
 
 
+MAX_FACT_BYTES: Final = 8192
+"""Most bytes of a signed manifest or evaluation: a round's evidence is bounded by this and their number."""
+
+
+def within_bounds(signed: Signed) -> bool:
+    """Whether a signed fact is small enough to stand in evidence."""
+    return len(signed.payload) <= MAX_FACT_BYTES - 256
+
+
 def body_hash(body: bytes) -> bytes:
     """Identity of a commit: the hash of its body's bytes, which the next body names as its parent."""
     return digest("body", body)

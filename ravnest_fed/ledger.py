@@ -70,6 +70,11 @@ class Ledger:
             self._db.execute("pragma synchronous = full")
             self._db.executescript(_TABLES)
             known = self._db.execute("select value from meta where key = 'federation'").fetchone()
+            if known is None and any((folder / "blobs").glob("*")):
+                raise LedgerError(
+                    f"{self.path} is new or empty, but {folder / 'blobs'} is not: the votes of this broker are lost",
+                    "bring the ledger back; a broker that forgot its votes must not vote again under its key",
+                )
             if known is None:
                 self._db.execute("insert into meta values ('federation', ?)", (fingerprint,))
         except sqlite3.Error as error:

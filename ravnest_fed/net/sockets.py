@@ -89,7 +89,11 @@ class _Loop:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._received(frames)
+            try:
+                self._received(frames)
+            except BaseException:
+                self._stir()  # what one message did must not leave the others unread
+                raise
             if self._closed:
                 return
         self._stir()
