@@ -308,6 +308,12 @@ def check(federation: Federation, where: str) -> None:
             refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", "use a duration in seconds")
     if rounds.target_contributions and rounds.target_contributions < rounds.min_contributions:
         refuse("rounds.target_contributions", "is below rounds.min_contributions", "raise it, or use 0 for everybody")
+    if federation.members and rounds.min_contributions > len(federation.members):
+        refuse(
+            "rounds.min_contributions",
+            f"is {rounds.min_contributions}, but there are {len(federation.members)} members: no round could close",
+            "lower it, or make more member links",
+        )
     if not 1 <= limits.max_contributions <= 2**20:
         refuse("limits.max_contributions", f"is {limits.max_contributions}", "use 1 to 1048576")
     if max(rounds.min_contributions, rounds.target_contributions) > limits.max_contributions:

@@ -66,10 +66,13 @@ class Ledger:
             raise LedgerError(f"there is no ledger in {folder}", "name a broker's directory that has run")
         try:
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
-            self._db.execute("pragma journal_mode = wal")
-            self._db.execute("pragma synchronous = full")
-            self._db.executescript(_TABLES)
+            if create:
+                self._db.execute("pragma journal_mode = wal")
+                self._db.execute("pragma synchronous = full")
+                self._db.executescript(_TABLES)
             known = self._db.execute("select value from meta where key = 'federation'").fetchone()
+            if known is None and not create:
+                raise LedgerError(f"{self.path} holds nothing yet", "wait until its broker has started")
             if known is None and any((folder / "blobs").glob("*")):
                 raise LedgerError(
                     f"{self.path} is new or empty, but {folder / 'blobs'} is not: the votes of this broker are lost",

@@ -202,7 +202,7 @@ class LoadedRecipe:
             if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
                 raise self._broken(method, "is missing", f"define {method} in the recipe") from error
             raise _failure(error, f"{method}() failed", self.path) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _failure(error, f"{method}() failed", self.path) from error
 
     def _broken(self, method: str, what: str, remedy: str) -> RecipeError:

@@ -1,0 +1,99 @@
+"""Brokers killed and started again on real sockets and disks, while clients go on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ravnest_fed.cluster import Cluster
+from ravnest_fed.errors import LedgerError
+from ravnest_fed.facts import encode
+from ravnest_fed.federation import Federation
+from ravnest_fed.ledger import Ledger
+from ravnest_fed.verification import replay
+from tests.tiny_federation import cluster_of, found_tiny, said, until
+
+pytestmark = pytest.mark.processes
+LIMIT = 60.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Three brokers and two clients at work."""
+    founded = found_tiny(tmp_path, brokers=3, clients=2, min_contributions=2, grace_seconds=0.5)
+    with cluster_of(founded) as cluster:
+        cluster.start()
+        until(lambda: min(rounds(cluster).values()) >= 3, "three rounds are committed", LIMIT)
+        yield cluster
+
+
+def rounds(cluster: Cluster) -> dict[str, int]:
+    """The last round in each broker's ledger."""
+    reached = {}
+    for broker in cluster.founded.federation.brokers:
+        folder = cluster.founded.folder / "brokers" / broker.name
+        try:
+            ledger = Ledger(folder, cluster.founded.federation.fingerprint, create=False)
+        except LedgerError:
+            return {broker.name: 0}
+        reached[broker.name] = ledger.last_round()
+        ledger.close()
+    return reached
+
+
+def commits(cluster: Cluster, broker: str, last: int) -> list[bytes]:
+    """The bodies of a broker's commits up to a round."""
+    folder = cluster.founded.folder / "brokers" / broker
+    ledger = Ledger(folder, Federation.load(folder / "federation.toml").fingerprint, create=False)
+    bodies = [commit.body for commit, _ in ledger.commits()][:last]
+    ledger.close()
+    return bodies
+
+
+def test_all_brokers_are_killed_and_restarted_while_clients_run(cluster: Cluster) -> None:
+    for _ in range(2):
+        before = rounds(cluster)
+        kept = commits(cluster, "b1", before["b1"])
+        for name in before:
+            cluster.kill(name)
+        for name in before:
+            cluster.start_broker(name)
+        goal = max(before.values()) + 3
+        until(lambda goal=goal: min(rounds(cluster).values()) >= goal, f"round {goal} is committed", LIMIT)  # type: ignore[misc]
+        assert commits(cluster, "b1", before["b1"]) == kept
+        assert all(node.alive for node in (*cluster.brokers.values(), *cluster.clients.values()))
+    common = min(rounds(cluster).values())
+    bodies = {encode(commits(cluster, name, common)) for name in before}
+    assert len(bodies) == 1
+    replay(cluster.founded.folder / "brokers" / "b2", check=True)
+
+
+@pytest.mark.parametrize("victim", ["b1", "b2", "b3"])
+def test_one_broker_is_killed_and_comes_back(cluster: Cluster, victim: str) -> None:
+    before = max(rounds(cluster).values())
+    cluster.kill(victim)
+    others = [name for name in cluster.brokers if name != victim]
+    until(lambda: min(rounds(cluster)[name] for name in others) >= before + 3, "two brokers go on", LIMIT)
+    cluster.start_broker(victim)
+    goal = max(rounds(cluster).values()) + 2
+    until(lambda: rounds(cluster)[victim] >= goal, f"{victim} catches up", LIMIT)
+    assert all(node.alive for node in (*cluster.brokers.values(), *cluster.clients.values()))
+
+
+def test_a_client_that_is_killed_goes_on_where_it_was(cluster: Cluster) -> None:
+    cluster.kill("c2")
+    before = max(rounds(cluster).values())
+    cluster.start_client("c2")
+    until(lambda: min(rounds(cluster).values()) >= before + 3, "rounds with both clients go on", LIMIT)
+    assert not said(cluster.clients["c2"], "second-delta-for-a-round")
+
+
+def test_a_broker_whose_ledger_was_emptied_does_not_vote_again(cluster: Cluster) -> None:
+    cluster.kill("b3")
+    folder = cluster.founded.folder / "brokers" / "b3"
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+        (folder / name).unlink(missing_ok=True)
+    node = cluster.start_broker("b3")
+    until(lambda: not node.alive, "b3 refuses to start", LIMIT)
+    assert node.process.returncode == 13
+    assert "the votes of this broker are lost" in node.last_words()
