@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import signal
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from rich.markup import escape
 from clients.effects import Tell
 from ravnest_fed.commands.ending import call_when_input_closes
 from ravnest_fed.commands.failing import failing_cleanly
-from ravnest_fed.errors import UsageError
+from ravnest_fed.errors import IdentityError, UsageError
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import Link, parse_link
 
@@ -81,8 +83,11 @@ def _state_of(link: Link) -> Path:
 def _link_text(link: str) -> str:
     if link.startswith("ravnest://"):
         return link
+    file = Path(link)
     try:
-        return Path(link).read_text()
+        if os.name == "posix" and stat.S_IMODE(file.stat().st_mode) & 0o077:
+            raise IdentityError(f"link file {file} can be read by others", f"run: chmod 600 {file}")
+        return file.read_text()
     except (OSError, UnicodeDecodeError):
         raise UsageError(f"{link[:60]!r} is neither a link nor a file with one", "paste the operator's line") from None
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import BlobRef
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
@@ -105,7 +106,7 @@ class TrainingFailed:
     """A local round gave nothing to send."""
 
     base_round: int
-    text: str
+    error: RavnestError
 
 
 @dataclass(frozen=True)

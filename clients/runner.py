@@ -275,16 +275,22 @@ class ClientRunner:
         self._trainer.repartition(
             Partition(order.partition_index, order.partition_count, self.replica.federation.federation.seed)
         )
+        deadline = time.monotonic() + order.deadline_seconds
         work = LocalWork(
             order.base_round + 1, order.micro_batch, order.accumulation, order.local_steps, order.committed_steps
         )
         try:
-            result = self._trainer.local_round(work, self.replica.state, abandoned.is_set)
+            result = self._trainer.local_round(
+                work, self.replica.state, lambda: abandoned.is_set() or time.monotonic() > deadline
+            )
             return self._encode(order, result)
         except RoundAbandoned:
-            return None
+            if abandoned.is_set():
+                return None
+            late = RavnestError(f"the work order's {order.deadline_seconds:g} s are over", "lower rounds.local_steps")
+            return ev.TrainingFailed(order.base_round, late)
         except RavnestError as error:
-            return ev.TrainingFailed(order.base_round, str(error))
+            return ev.TrainingFailed(order.base_round, error)
 
     def _encode(self, order: WorkOrder, result: LocalResult) -> ev.Event:
         assert self.replica is not None

@@ -14,7 +14,15 @@ import msgspec
 
 from clients import effects as fx
 from clients import events as ev
-from ravnest_fed.errors import BrokerUnreachable, KeyRefused, RavnestError, RecipeMismatch, WrongFederation
+from ravnest_fed.errors import (
+    BrokerUnreachable,
+    KeyRefused,
+    NoDataError,
+    RavnestError,
+    RecipeError,
+    RecipeMismatch,
+    WrongFederation,
+)
 from ravnest_fed.facts import BlobRef, Evaluation, Manifest, Receipt, WorkOrder, decode, open_signed, sign, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import digest, merkle_root
@@ -46,6 +54,8 @@ AGAIN_SECONDS, MOST_AGAIN_SECONDS = 4.0, 60.0
 """After how long without an answer something is said again, at first and at the most."""
 AVOID_SECONDS = 5.0
 """How long a broker that left, or sent something wrong, is not chosen again."""
+MOST_FAILURES = 3
+"""How many rounds in a row a recipe may fail before the client gives up."""
 GOODBYE_SECONDS = 3.0
 """How long the answer to a goodbye is waited for."""
 PREFERENCE_SECONDS = 0.5
@@ -108,6 +118,8 @@ class ClientSession:
             self._pending = _Pending(manifest, kept, signed_hash(kept.manifest))
         self._sequence = self._pending.manifest.sequence if self._pending else 0
         self._leap = 1
+        self._failures = 0
+        self._failed_base = -1
         self._again_at = 0.0
         self._again_after = AGAIN_SECONDS
         self._wanted: dict[bytes, BlobRef] = {}
@@ -149,8 +161,8 @@ class ClientSession:
                 return self._on_evaluated(event)
             case ev.Trained():
                 return self._on_trained(event)
-            case ev.TrainingFailed(base_round, text):
-                return self._on_training_failed(base_round, text)
+            case ev.TrainingFailed(base_round, error):
+                return self._on_training_failed(base_round, error)
             case ev.Leave():
                 return self._leave("leaving at the owner's wish")
             case ev.Tick():
@@ -456,6 +468,7 @@ class ClientSession:
             return []
         signed, order = self._order
         done = self._pending is not None and self._pending.manifest.base_round == order.base_round
+        done = done or self._failed_base == order.base_round
         if order.base_round != self.head.server_round or order.base_hash != self.head.commit_hash or done:
             return []
         self._training = order.base_round
@@ -469,6 +482,7 @@ class ClientSession:
         self._training = None
         if order.base_round != event.base_round or self.head.server_round != event.base_round:
             return []
+        self._failures = 0
         self._sequence += 1
         manifest = Manifest(
             federation=self.link.fingerprint,
@@ -530,13 +544,21 @@ class ClientSession:
         kept = self._sign_pending(manifest, self._pending.offer.shards)
         return [told, kept, *self._offer_again()]
 
-    def _on_training_failed(self, base_round: int, text: str) -> list[fx.Effect]:
+    def _on_training_failed(self, base_round: int, error: RavnestError) -> list[fx.Effect]:
         if self._training != base_round:
             return []
         self._training = None
+        self._failures += 1
+        self._failed_base = base_round
+        text = str(error)
         effects: list[fx.Effect] = [fx.Tell("nothing to send", {"round": base_round + 1, "reason": text}, warning=True)]
         if self.home is not None:
             effects.append(fx.Send(self.home, Skip(base_round, text[:200])))
+        if isinstance(error, RecipeError | NoDataError) and self._failures >= MOST_FAILURES:
+            # A bad batch or a full memory may pass; what fails every time is the recipe's fault.
+            if self.home is not None:
+                effects.append(fx.Send(self.home, Goodbye("the recipe fails here")))
+            return effects + self._end("the recipe fails", error)
         return effects
 
     # --- the end -----------------------------------------------------------------------------------------------------

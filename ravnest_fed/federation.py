@@ -302,7 +302,7 @@ def check(federation: Federation, where: str) -> None:
     rounds, strategy, limits, stop = federation.rounds, federation.strategy, federation.limits, federation.stop
     for name in ("local_steps", "micro_batch", "accumulation", "min_contributions"):
         if not 1 <= getattr(rounds, name) <= 2**31:
-            refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", "use at least 1")
+            refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", f"use 1 to {2**31}")
     for name in ("grace_seconds", "deadline_seconds"):
         if not (math.isfinite(getattr(rounds, name)) and getattr(rounds, name) >= 0):
             refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", "use a duration in seconds")

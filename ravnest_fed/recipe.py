@@ -242,7 +242,7 @@ def load_recipe(path: Path) -> LoadedRecipe:
         )
     try:
         recipe = classes[0]()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failure(error, f"{classes[0].__name__}() failed", path) from error
     _check_settings(recipe, source)
     name = path.stem if path.stem != "recipe" or path.is_dir() else path.parent.name

@@ -6,6 +6,7 @@ import pytest
 from brokers.admission import check_manifest
 from clients import effects as fx
 from clients import events as ev
+from ravnest_fed.errors import RavnestError, RecipeError
 from ravnest_fed.facts import Evaluation, Manifest, Receipt, open_signed, sign, signed_hash
 from ravnest_fed.head import CountedSequences, Head
 from ravnest_fed.identity import Identity, Signed
@@ -310,7 +311,7 @@ def test_a_refusal_is_told_with_its_reason_and_work_goes_on_with_the_next_round(
 
 def test_training_that_diverged_skips_the_round_and_takes_part_in_the_next(client: Client) -> None:
     client.order(ORDER_0)
-    effects = client.do(ev.TrainingFailed(0, "the loss is not finite"))
+    effects = client.do(ev.TrainingFailed(0, RavnestError("the loss is not finite")))
     assert sent(effects, Skip) == [Skip(0, "the loss is not finite")] and told(effects) == ["nothing to send"]
     assert not sent(client.all, Offer)
     client.commit(head(1))
@@ -321,7 +322,7 @@ def test_training_that_diverged_skips_the_round_and_takes_part_in_the_next(clien
 def test_a_failure_of_abandoned_training_skips_nothing(client: Client) -> None:
     client.order(ORDER_0)
     client.commit(head(1))
-    assert client.do(ev.TrainingFailed(0, "the loss is not finite")) == []
+    assert client.do(ev.TrainingFailed(0, RavnestError("the loss is not finite"))) == []
 
 
 def test_what_the_federation_waits_for_is_told(client: Client) -> None:
@@ -340,6 +341,23 @@ def test_the_last_commit_ends_the_session_after_its_model_was_evaluated(client: 
     (end,) = only(client.hear(Goodbye("heard")), fx.End)
     assert end.error is None and "training has ended" in end.reason
     assert client.session.contributions == 1
+
+
+def test_a_recipe_that_fails_every_time_ends_the_client_and_a_round_that_failed_is_not_tried_again(
+    client: Client,
+) -> None:
+    error = RecipeError("recipe r.py: loss() failed", "correct the recipe")
+    for base in range(3):
+        order = work_order(ONE, ROUND_0 if base == 0 else head(base), 0)
+        assert only(client.order(order), fx.Train)
+        effects = client.do(ev.TrainingFailed(base, error))
+        assert sent(effects, Skip) == [Skip(base, str(error))]
+        assert only(client.order(order), fx.Train) == []
+        if base < 2:
+            assert not only(effects, fx.End)
+            client.commit(head(base + 1))
+    (end,) = only(effects, fx.End)
+    assert end.error is error
 
 
 def test_leaving_abandons_the_work_under_way(client: Client) -> None:

@@ -1,5 +1,7 @@
 """`ravnest-fed init`: make a federation."""
 
+import contextlib
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -45,6 +47,9 @@ def init(
         settings["stop.rounds"] = str(rounds)
     if until:
         settings["stop.date"] = f'"{until}"'
+        with contextlib.suppress(ValueError, TypeError):
+            if datetime.fromisoformat(until) <= datetime.now(UTC):
+                raise UsageError(f"--until {until} is past", "name a date to come")
     if until_metric:
         settings.update(_metric_bound(until_metric))
     addresses = [Address.parse(text) for text in brokers]

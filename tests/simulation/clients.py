@@ -177,7 +177,7 @@ class SimulatedClient:
         if number != self._training:
             return
         if self._random.random() < 0.02:
-            self.handle(ev.TrainingFailed(order.base_round, "the loss is not finite"))
+            self.handle(ev.TrainingFailed(order.base_round, RavnestError("the loss is not finite")))
             return
         self.handle(self._result(order))
 
