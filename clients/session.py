@@ -14,8 +14,8 @@ import msgspec
 
 from clients import effects as fx
 from clients import events as ev
+from clients.homes import Homes
 from ravnest_fed.errors import (
-    BrokerUnreachable,
     KeyRefused,
     NoDataError,
     RavnestError,
@@ -25,7 +25,7 @@ from ravnest_fed.errors import (
 )
 from ravnest_fed.facts import BlobRef, Evaluation, Manifest, Receipt, WorkOrder, decode, open_signed, sign, signed_hash
 from ravnest_fed.federation import Federation
-from ravnest_fed.hashing import digest, merkle_root
+from ravnest_fed.hashing import merkle_root
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.links import Link
@@ -48,7 +48,6 @@ from ravnest_fed.messages import (
     Welcome,
 )
 
-JOIN_SECONDS = 6.0
 WELCOME_SECONDS = 6.0
 AGAIN_SECONDS, MOST_AGAIN_SECONDS = 4.0, 60.0
 """After how long without an answer something is said again, at first and at the most."""
@@ -58,8 +57,6 @@ MOST_FAILURES = 3
 """How many rounds in a row a recipe may fail before the client gives up."""
 GOODBYE_SECONDS = 3.0
 """How long the answer to a goodbye is waited for."""
-PREFERENCE_SECONDS = 0.5
-"""How long the preferred broker may take before another one that answers becomes home."""
 
 
 @dataclass
@@ -93,17 +90,10 @@ class ClientSession:
         self.home: str | None = None
         self.contributions = 0
         self._recipe_hash = recipe_hash
-        self._names = sorted(
-            (broker.name for broker in link.brokers),
-            key=lambda name: digest("home", identity.public_key, name.encode()),
-        )
-        self._lines: dict[str, str] = {}
-        self._started = now
-        self._first_up: float | None = None
+        self._homes = Homes(link, identity.public_key, now)
         self._hello_at = now
         self._greeted = False
         self._ever_greeted = False
-        self._avoid: dict[str, float] = {}
         self._welcome: Welcome | None = None
         self._notices: dict[int, BlobRef] = {}
         self._newest = 0
@@ -171,10 +161,8 @@ class ClientSession:
     # --- home --------------------------------------------------------------------------------------------------------
 
     def _on_line(self, broker: str, state: ev.LineState, now: float) -> list[fx.Effect]:
-        self._lines[broker] = state
+        self._homes.changed(broker, state, now)
         if state == "up":
-            if self._first_up is None:
-                self._first_up = now
             return self._choose_home(now)
         if broker == self.home:
             effects: list[fx.Effect] = [fx.Tell("home broker lost", {"broker": broker}, warning=True)]
@@ -194,12 +182,9 @@ class ClientSession:
     def _choose_home(self, now: float) -> list[fx.Effect]:
         if self.home is not None:
             return []
-        usable = [name for name in self._names if self._lines.get(name) == "up" and self._avoid.get(name, 0.0) <= now]
-        if not usable or self._first_up is None:
+        self.home = self._homes.choose(self._ever_greeted, now)
+        if self.home is None:
             return []
-        if usable[0] != self._names[0] and not self._ever_greeted and now - self._first_up < PREFERENCE_SECONDS:
-            return []
-        self.home = usable[0]
         self._hello_at = now
         server_round = self.head.server_round if self.head else -1
         hello = Hello(PROTOCOL_VERSION, self.link.fingerprint, self.identity.node_id, self._recipe_hash, server_round)
@@ -207,31 +192,12 @@ class ClientSession:
 
     def _give_up(self, now: float) -> list[fx.Effect]:
         """Before the first welcome, end with the reason once no broker can be had; afterwards never."""
-        if self._ever_greeted:
-            return []
-        states = [self._lines.get(name, "no answer") for name in self._names]
-        if now - self._started < JOIN_SECONDS and not all(state == "refused" for state in states):
-            return []
-        if any(state == "up" for state in states):
-            return []
-        words = {
-            "no answer": "does not answer",
-            "down": "does not answer",
-            "refused": "does not admit this key",
-            "mismatch": "does not prove the key that the link names",
-        }
-        addresses = {broker.name: broker.address for broker in self.link.brokers}
-        texts = [f"{name} at {addresses[name]} {words[state]}" for name, state in zip(self._names, states, strict=True)]
-        what = "no broker to join: " + ", ".join(texts)
-        if any(state in ("refused", "mismatch") for state in states):
-            error: RavnestError = KeyRefused(what, "ask the operator for a new link")
-        else:
-            error = BrokerUnreachable(what, "check the network, or ask the operator whether the brokers run")
-        return self._end("no broker", error)
+        error = None if self._ever_greeted else self._homes.hopeless(now)
+        return self._end("no broker", error) if error else []
 
     def _on_tick(self, now: float) -> list[fx.Effect]:
         if self.home is not None and not self._greeted and now - self._hello_at > WELCOME_SECONDS:
-            self._avoid[self.home] = now + 4 * WELCOME_SECONDS
+            self._homes.avoid(self.home, now + 4 * WELCOME_SECONDS)
             silent = self.home
             effects: list[fx.Effect] = [fx.Tell("broker is silent", {"broker": silent}, warning=True)]
             return effects + self._lose_home(now)
@@ -271,7 +237,7 @@ class ClientSession:
             case Waiting(server_round=server_round, text=text):
                 return [fx.Tell("waiting", {"round": server_round, "for": text})] if text else []
             case Goodbye(reason=reason):
-                self._avoid[broker] = now + AVOID_SECONDS
+                self._homes.avoid(broker, now + AVOID_SECONDS)
                 told = fx.Tell("home broker leaves", {"broker": broker, "reason": reason[:200]}, warning=True)
                 return [told, *self._lose_home(now)]
         return []
@@ -374,7 +340,7 @@ class ClientSession:
         if self.home is None:
             return []
         told = fx.Tell("home broker left", {"broker": self.home, "because": f"it {why}"[:300]}, warning=True)
-        self._avoid[self.home] = now + AVOID_SECONDS
+        self._homes.avoid(self.home, now + AVOID_SECONDS)
         return [told, *self._lose_home(now)]
 
     def _on_commit_opened(self, server_round: int, updates: tuple[BlobRef, ...], now: float) -> list[fx.Effect]:
