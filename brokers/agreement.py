@@ -115,6 +115,7 @@ class Agreement:
         self._sign = sign
         self._open_vote = open_vote
         self._promises: dict[str, Promise] = {}
+        self._disowned: set[bytes] = set()
         self._preparing = False
         self._may_propose = False
         self._votes: dict[tuple[int, bytes], dict[str, Signed]] = {}
@@ -190,14 +191,34 @@ class Agreement:
         if not self._preparing or promise.view != self.view or node_id not in self._roster:
             return []
         self._promises[node_id] = promise
-        if len(self._promises) < self._majority:
+        return self._use_promises()
+
+    def disown(self, body: bytes) -> list[AgreementEffect]:
+        """The body (its blob's hash) that this broker was bound to is unsound: do without the promises that told of it.
+
+        No majority voted for an unsound body, so the promises of any majority that does not tell of it decide.
+        """
+        if self._voted_view == self.view or not (self._may_propose or self._preparing):
+            return []
+        told = [node for node, one in self._promises.items() if one.body is not None and one.body.hash == body]
+        for node in told:
+            del self._promises[node]
+        self._disowned.add(body)
+        self._may_propose, self._preparing = False, True
+        return self._use_promises()
+
+    def _use_promises(self) -> list[AgreementEffect]:
+        usable = {
+            node: one for node, one in self._promises.items() if one.body is None or one.body.hash not in self._disowned
+        }
+        if len(usable) < self._majority:
             return []
         self._preparing = False
         self._may_propose = True
-        highest = max(self._promises.values(), key=lambda one: one.voted_view)
+        highest = max(usable.values(), key=lambda one: one.voted_view)
         if highest.voted_view < 0 or highest.body is None:
             return [Free(self.view)]
-        donors = [node for node, one in self._promises.items() if one.voted_view == highest.voted_view]
+        donors = [node for node, one in usable.items() if one.voted_view == highest.voted_view]
         return [Bound(self.view, highest.body, tuple(donors))]
 
     def on_refusal(self, promised: int) -> list[AgreementEffect]:

@@ -10,6 +10,7 @@ from brokers.admission import check_manifest
 from brokers.closing import Readiness
 from brokers.effects import (
     Cache,
+    Damaged,
     Effect,
     EndSession,
     Examine,
@@ -272,9 +273,10 @@ class BrokerCore:
         caught = self._catching_commit
         if caught is not None and caught[0].body == event.raw and self.round.outcome is None:
             self._catching = self._catching_commit = None
-            if not event.finding:
-                self.round.outcome = caught[0]
-                return []
+            if event.finding:
+                return [Damaged(event.finding)]
+            self.round.outcome = caught[0]
+            return []
         return self.round.on_examined(event, now)
 
     # --- clients -----------------------------------------------------------------------------------------------------

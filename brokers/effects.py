@@ -180,6 +180,13 @@ class Examine:
 
 
 @dataclass(frozen=True)
+class Damaged:
+    """This broker's model is not the one that a majority has: it must end, and be built anew from its ledger."""
+
+    finding: str
+
+
+@dataclass(frozen=True)
 class Say:
     """A line for the broker's log."""
 
@@ -208,5 +215,6 @@ Effect = (
     | Reduce
     | Preview
     | Examine
+    | Damaged
     | Say
 )

@@ -14,6 +14,7 @@ from brokers.contributions import Contribution, Contributions
 from brokers.effects import (
     Accumulate,
     Cache,
+    Damaged,
     Effect,
     Examine,
     Preview,
@@ -331,6 +332,8 @@ class OpenRound:
             effects += self._reduce()
             effects += self._draft()
         effects += self._examine(now)
+        if self._decided is not None and self._decided.body_hash in self._unsound:
+            effects.append(Damaged("a majority voted for a body that this broker finds unsound"))
         if self._decided is not None and self._decided.body_hash in self._sound:
             self.outcome = Commit(self._sound[self._decided.body_hash], self._decided.votes)
         return effects
@@ -440,9 +443,13 @@ class OpenRound:
         if self._bound is not None:
             view, ref, donors = self._bound
             raw = self._gather(ref, donors, effects)
+            known = self._supply.loaded(ref.hash)
             if raw is not None:
                 self._bound = None
                 effects += self._carry(self._agreement.propose(view, raw), now)
+            elif known is not None and body_hash(known) in self._unsound:
+                self._bound = None
+                effects += self._carry(self._agreement.disown(ref.hash), now)
         return effects
 
     def _gather(self, ref: BlobRef, donors: tuple[str, ...], effects: list[Effect]) -> bytes | None:

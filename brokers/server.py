@@ -331,6 +331,13 @@ class BrokerServer:
                 self._work(lambda: self.bench.preview(effect), self._handle)
             case fx.Examine():
                 self._work(lambda: self.bench.examine(effect), self._handle)
+            case fx.Damaged(finding):
+                self._fail(
+                    LedgerError(
+                        f"this broker's model differs from what a majority committed: {finding}",
+                        "start it again; it is then built anew from its ledger",
+                    )
+                )
             case fx.Say(event, fields, warning):
                 (self.log.warning if warning else self.log.info)(event, **fields)
 

@@ -53,6 +53,8 @@ AGAIN_SECONDS, MOST_AGAIN_SECONDS = 4.0, 60.0
 """After how long without an answer something is said again, at first and at the most."""
 AVOID_SECONDS = 5.0
 """How long a broker that left, or sent something wrong, is not chosen again."""
+RETRY_SECONDS, MOST_RETRY_SECONDS = 5.0, 600.0
+"""How long a client waits before it tries a round again that failed here, at first and at the most."""
 MOST_FAILURES = 3
 """How many rounds in a row a recipe may fail before the client gives up."""
 GOODBYE_SECONDS = 3.0
@@ -110,6 +112,7 @@ class ClientSession:
         self._leap = 1
         self._failures = 0
         self._failed_base = -1
+        self._retry_at = now
         self._again_at = 0.0
         self._again_after = AGAIN_SECONDS
         self._wanted: dict[bytes, BlobRef] = {}
@@ -434,7 +437,7 @@ class ClientSession:
             return []
         signed, order = self._order
         done = self._pending is not None and self._pending.manifest.base_round == order.base_round
-        done = done or self._failed_base == order.base_round
+        done = done or (self._failed_base == order.base_round and self._now < self._retry_at)
         if order.base_round != self.head.server_round or order.base_hash != self.head.commit_hash or done:
             return []
         self._training = order.base_round
@@ -516,6 +519,7 @@ class ClientSession:
         self._training = None
         self._failures += 1
         self._failed_base = base_round
+        self._retry_at = self._now + min(RETRY_SECONDS * 2.0**self._failures, MOST_RETRY_SECONDS)
         text = str(error)
         effects: list[fx.Effect] = [fx.Tell("nothing to send", {"round": base_round + 1, "reason": text}, warning=True)]
         if self.home is not None:

@@ -33,7 +33,7 @@ from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack, unpack
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
-from ravnest_fed.manifests import order_of, require_countable
+from ravnest_fed.manifests import has_base, order_of, require_countable
 
 MAX_METRIC = 1e100
 """Greatest magnitude of a metric: sums over all clients, weighted by their examples, stay finite."""
@@ -187,8 +187,7 @@ def check_body(federation: Federation, head: Head, body: Body, evidence: bytes) 
         finding = contribution_finding(federation, head, counted, signed)
         if finding:
             raise VerificationError(f"{where}: the contribution of {federation.name_of(counted.client)} {finding}")
-    clients = [counted.client for counted in body.counted]
-    if clients != sorted(set(clients)):
+    if not one_a_client([counted.client for counted in body.counted]):
         raise VerificationError(f"{where}: contributions are out of order, or two are of one client")
     for signed in facts.evaluations:
         if evaluation_of(federation, head, signed) is None:
@@ -208,6 +207,11 @@ def check_body(federation: Federation, head: Head, body: Body, evidence: bytes) 
             raise VerificationError(f"{where}: {name} is not what the contributions give")
 
 
+def one_a_client(clients: Sequence[str]) -> bool:
+    """Whether the clients counted are in order, and each stands there once."""
+    return list(clients) == sorted(set(clients))
+
+
 def contribution_finding(federation: Federation, head: Head, counted: Counted, signed: Signed) -> str:
     """What is wrong with counting `signed` as `counted` on top of `head`; empty if nothing is."""
     if counted.client not in federation.member_by_id:
@@ -217,7 +221,7 @@ def contribution_finding(federation: Federation, head: Head, counted: Counted, s
         return "has a wrong signature"
     if manifest.federation != federation.fingerprint:
         return "belongs to another federation"
-    if manifest.base_round != head.server_round or manifest.base_hash != head.commit_hash:
+    if not has_base(head, manifest):
         return "has another base than this round"
     if manifest.last_round < head.server_round + 1:
         return "is past its last round"

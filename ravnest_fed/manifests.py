@@ -24,13 +24,18 @@ def require_countable(federation: Federation, head: Head, manifest: Manifest) ->
     _require_values(federation, head, manifest)
 
 
+def has_base(head: Head, manifest: Manifest) -> bool:
+    """Whether a manifest's delta was taken from the head's model."""
+    return manifest.base_round == head.server_round and manifest.base_hash == head.commit_hash
+
+
 def _require_base(head: Head, manifest: Manifest) -> None:
     if manifest.base_round < head.server_round or manifest.last_round < head.server_round + 1:
         raise AdmissionRefused(
             Reason.OUT_OF_DATE,
             f"the contribution is based on round {manifest.base_round}, the head is {head.server_round}",
         )
-    if manifest.base_round != head.server_round or manifest.base_hash != head.commit_hash:
+    if not has_base(head, manifest):
         raise AdmissionRefused(Reason.WRONG_BASE, "the contribution's base is not the head", "fetch the commits first")
     if manifest.last_round != manifest.base_round + 1:
         raise AdmissionRefused(Reason.WRONG_BASE, "the contribution's last round is not the one after its base")

@@ -8,6 +8,7 @@ from brokers import events as ev
 from brokers.core import BrokerCore
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
+from ravnest_fed.errors import LedgerError
 from ravnest_fed.facts import BlobRef, Body, Commit, decode, encode, signed_hash
 from ravnest_fed.framing import pack
 from ravnest_fed.identity import Identity, Signed
@@ -192,8 +193,14 @@ class SimulatedBroker:
             case fx.Cache(blob):
                 self.memory.put(blob)
             case fx.Fold(commit):
-                self._fold(commit)
+                try:
+                    self._fold(commit)
+                except LedgerError as error:
+                    self._end(str(error))
+                    return
                 self.invariants.folded(self, self.replica.head)
+            case fx.Damaged(finding):
+                self._end(finding)
             case fx.Accumulate():
                 self.bench.accumulate(effect)
             case fx.Inspect():
@@ -206,6 +213,12 @@ class SimulatedBroker:
                 self._later(0.001, lambda: self.handle(self.bench.examine(effect)))
             case fx.Say(event, fields):
                 self.world.note(self.name, f"{event} {fields}")
+
+    def _end(self, finding: str) -> None:
+        """As the real broker: it ends, and whatever watches it starts it again from its disk."""
+        self.world.note(self.name, f"ends: {finding}")
+        self.crash(torn=True)
+        self.world.after(1.0, lambda: None if self.alive or self.disk_lost else self.start())
 
     def _send_peer(self, node_id: str, message: Message) -> None:
         target = self.others.get(node_id)

@@ -7,7 +7,7 @@ from typing import Literal
 from tests.simulation.world import Weather
 
 FAULTY_SECONDS = 14.0
-Kind = Literal["crash", "vanish", "partition", "one-way", "jump", "lose-disk", "slow-disk"]
+Kind = Literal["crash", "vanish", "partition", "one-way", "jump", "lose-disk", "slow-disk", "flip"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def draw(random: random.Random, brokers: list[str], clients: list[str]) -> Plan:
         straggle=random.choice([0.0, 0.0, 0.05]),
     )
     faults: list[Fault] = []
-    kinds: list[Kind] = ["crash", "crash", "vanish", "partition", "one-way", "jump", "slow-disk"]
+    kinds: list[Kind] = ["crash", "crash", "vanish", "partition", "one-way", "jump", "slow-disk", "flip"]
     for _ in range(random.randint(0, 8)):
         kind = random.choice(kinds)
         node = random.choice(clients if kind == "vanish" else brokers)

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from ravnest_fed.decree import check_votes
-from ravnest_fed.facts import Body, Commit, Receipt, Vote, body_hash, decode
+from ravnest_fed.decree import check_votes, open_evidence
+from ravnest_fed.facts import Body, Commit, Manifest, Receipt, Vote, body_hash, decode
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
@@ -36,6 +36,12 @@ class Invariants:
         if known == found and len(self._holders(body.server_round)) == 1:
             check_votes(self.federation, commit)
             self._voters_hold_their_votes(commit, body)
+            if len({one.client for one in body.counted}) < len(body.counted):
+                raise InvariantBroken(f"round {body.server_round} counts a client twice")
+            facts = open_evidence(self.federation, broker.disk.blobs.read(body.evidence.hash))
+            for signed in facts.manifests:
+                if decode(Manifest, signed.payload).base_hash != body.parent:
+                    raise InvariantBroken(f"round {body.server_round} counts a delta that was taken from another model")
             for one in body.counted:
                 at = self.counted.setdefault((one.client, one.sequence), body.server_round)
                 if at != body.server_round:

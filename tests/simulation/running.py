@@ -38,6 +38,7 @@ class Run:
     broker_class: type[SimulatedBroker] = SimulatedBroker
     client_class: type[SimulatedClient] = SimulatedClient
     lost: set[str] = field(default_factory=set)
+    flipped: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         source = random.Random(self.seed)
@@ -110,6 +111,8 @@ class Run:
         self.world.cut.clear()
         for broker in self.brokers.values():
             broker.save_seconds = 0.002
+            if broker.name in self.flipped:
+                broker.crash(torn=True)
             if not broker.alive and broker.name not in self.lost:
                 broker.start()
         for client in self.clients.values():
@@ -218,17 +221,22 @@ class Run:
                 broker = self.brokers[fault.node]
                 broker.save_seconds = 0.3
                 world.after(fault.seconds, lambda: setattr(broker, "save_seconds", 0.002))
+            case "flip":
+                # A broker that miscounts is not a crash: a minority of such is found out, more are not tolerated.
+                if self.brokers[fault.node].alive and self._spared() and not self.flipped:
+                    self.flipped.add(fault.node)
+                    self.brokers[fault.node].replica.state.vector.view("uint32")[7] ^= 1 << 18
             case "lose-disk":
-                if not self.lost and self._spared(fault.node):
+                if self._spared():
                     self.lost.add(fault.node)
                     self.brokers[fault.node].crash(torn=True)
                     self.brokers[fault.node].disk = Disk()
                     self.brokers[fault.node].disk_lost = True
                     self.invariants.nothing_is_gone()
 
-    def _spared(self, node: str) -> bool:
-        """Whether a disk may be lost: only a minority is."""
-        return len(self.lost) + 1 <= (len(self.brokers) - 1) // 2
+    def _spared(self) -> bool:
+        """Whether one more broker may go bad for good: only a minority does."""
+        return len(self.lost | self.flipped) + 1 <= (len(self.brokers) - 1) // 2
 
     def _revive(self, name: str) -> None:
         broker = self.brokers[name]
