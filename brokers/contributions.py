@@ -83,6 +83,12 @@ class Contributions:
             if holding.manifest_hash in self._by_hash and self._is_complete(holding.manifest_hash):
                 self._complete.add(holding.manifest_hash)
 
+    def forget_holder(self, node_id: str) -> None:
+        """A broker is gone; if it comes back, it says anew what it still holds."""
+        for by_node in self._holders.values():
+            by_node.pop(node_id, None)
+        self._complete = {key for key in self._complete if self._is_complete(key)}
+
     def holdings_of(self, node_id: str) -> tuple[Holding, ...]:
         """Everything that `node_id` holds."""
         return tuple(

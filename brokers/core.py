@@ -145,6 +145,7 @@ class BrokerCore:
             case PeerDown(node_id):
                 self._peers.discard(node_id)
                 self.sessions.forget_peer(node_id)
+                self.round.contributions.forget_holder(node_id)
                 effects = self.round.set_live(self._live(), now)
                 effects += self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
             case FromPeer(node_id, message):

@@ -261,6 +261,9 @@ class ClientSession:
             return effects + self._want(welcome.federation_file)
         if self.head is None:
             return effects + self._want(welcome.initial_model)
+        if self._pending is not None:
+            # Another broker's receipt, or an earlier life's, is not this one's.
+            self._pending.receipted = False
         return effects + self._ready() + self._offer_again()
 
     def _on_turned_away(self, refused: Refused) -> list[fx.Effect]:
