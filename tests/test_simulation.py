@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.simulation.mutations import MUTATIONS
 from tests.simulation.running import Run
 from tests.simulation.signing import simulated_signatures
 
@@ -23,3 +24,9 @@ def test_the_same_seed_gives_the_same_run() -> None:
     with simulated_signatures():
         first, again = Run(11, traced=True).go(), Run(11, traced=True).go()
     assert first == again and len(first.trace) > 20
+
+
+@pytest.mark.parametrize("safeguard", MUTATIONS)
+def test_the_simulator_notices_when_a_safeguard_is_taken_out(safeguard: str) -> None:
+    with simulated_signatures(), MUTATIONS[safeguard]():
+        assert any(Run(seed).go().finding for seed in range(1500)), f"{safeguard} can be taken out unnoticed"

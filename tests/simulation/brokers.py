@@ -13,7 +13,7 @@ from ravnest_fed.facts import BlobRef, Body, Commit, decode, encode, signed_hash
 from ravnest_fed.framing import pack
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import Admitted, VoteRecord
-from ravnest_fed.messages import CommitNotice, Message
+from ravnest_fed.messages import CommitNotice, Message, VoteNotice
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.replica import Replica, updates_of
 from tests.simulation.invariants import Invariants
@@ -83,6 +83,7 @@ class SimulatedBroker:
         self.alive = False
         self.life = 0
         self.skew = 0.0
+        self.armed = 0.0
         self.disk_lost = False
         self.peers_up: set[str] = set()
         self.others: dict[str, SimulatedBroker] = {}
@@ -173,6 +174,11 @@ class SimulatedBroker:
         if isinstance(effect, fx.SaveCommit):
             self.world.note(self.name, f"commits round {effect.body.server_round}, {len(effect.body.counted)} counted")
             self.invariants.committed(self, effect.commit, effect.body)
+            if self.armed > 0.0:
+                # Decided and on disk, and nobody else has heard of it: the hardest moment to die at.
+                seconds, self.armed = self.armed, 0.0
+                self.crash(torn=True)
+                self.world.after(seconds, lambda: None if self.alive or self.disk_lost else self.start())
         self._drain()
 
     def _later(self, seconds: float, action) -> None:  # type: ignore[no-untyped-def]
@@ -225,6 +231,8 @@ class SimulatedBroker:
         if target is None or target.name not in self.peers_up:
             return
         self.invariants.said_to_peer(self, message)
+        if isinstance(message, VoteNotice) and self.world.random.random() < self.world.weather.drop_votes:
+            return
         self.world.note(self.name, f"-> {target.name} {type(message).__name__}")
         sender = self.identity.node_id
         self.world.send(self.name, target.name, lambda: target.handle(ev.FromPeer(sender, message)))

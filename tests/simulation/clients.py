@@ -128,6 +128,8 @@ class SimulatedClient:
             case fx.End(reason, error):
                 self.world.note(self.name, f"ends: {reason} {error or ''}")
                 self.crash()
+                # Its owner tries again.
+                self.world.after(3.0, lambda: None if self.alive else self.start())
 
     def _send(self, broker: str, message: Message) -> None:
         session = self.lines.get(broker)

@@ -7,7 +7,7 @@ from typing import Literal
 from tests.simulation.world import Weather
 
 FAULTY_SECONDS = 14.0
-Kind = Literal["crash", "vanish", "partition", "one-way", "jump", "lose-disk", "slow-disk", "flip"]
+Kind = Literal["crash", "vanish", "partition", "one-way", "jump", "lose-disk", "slow-disk", "flip", "crash-at-commit"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,20 @@ def draw(random: random.Random, brokers: list[str], clients: list[str]) -> Plan:
         delay=random.choice([0.005, 0.05, 0.2]),
         jitter=random.choice([0.01, 0.1, 0.5]),
         straggle=random.choice([0.0, 0.0, 0.05]),
+        drop_votes=random.choice([0.0, 0.0, 0.0, 0.6]),
     )
     faults: list[Fault] = []
-    kinds: list[Kind] = ["crash", "crash", "vanish", "partition", "one-way", "jump", "slow-disk", "flip"]
+    kinds: list[Kind] = [
+        "crash",
+        "crash",
+        "vanish",
+        "partition",
+        "one-way",
+        "jump",
+        "slow-disk",
+        "flip",
+        "crash-at-commit",
+    ]
     for _ in range(random.randint(0, 8)):
         kind = random.choice(kinds)
         node = random.choice(clients if kind == "vanish" else brokers)

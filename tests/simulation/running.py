@@ -111,6 +111,7 @@ class Run:
         self.world.cut.clear()
         for broker in self.brokers.values():
             broker.save_seconds = 0.002
+            broker.armed = 0.0
             if broker.name in self.flipped:
                 broker.crash(torn=True)
             if not broker.alive and broker.name not in self.lost:
@@ -205,6 +206,8 @@ class Run:
             case "crash":
                 self.brokers[fault.node].crash(torn=world.random.random() < 0.5)
                 world.after(fault.seconds, lambda: self._revive(fault.node))
+            case "crash-at-commit":
+                self.brokers[fault.node].armed = fault.seconds
             case "vanish":
                 client = self.clients[fault.node]
                 client.crash()

@@ -13,13 +13,14 @@ Action = Callable[[], None]
 
 @dataclass
 class Weather:
-    """How bad the network is: probabilities of a message, delays in seconds."""
+    """How bad the network is: probabilities of a message, delays in seconds. `drop_votes` is for votes alone."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     delay: float = 0.02
     jitter: float = 0.05
     straggle: float = 0.0
+    drop_votes: float = 0.0
 
 
 @dataclass
