@@ -8,6 +8,17 @@ from tests.simulation.signing import simulated_signatures
 
 RUNS = 2000
 PARTS = 16
+TELLING = {
+    "promise": 10,
+    "adopt the highest vote": 294,
+    "fsync before vote": 1,
+    "majority": 1,
+    "deduplication": 33,
+    "hash check before vote": 10,
+    "base check": 18,
+    "refusing to vote on a lost vote store": 362,
+}
+"""For each safeguard, a seed whose run breaks without it."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -28,5 +39,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 @pytest.mark.parametrize("safeguard", MUTATIONS)
 def test_the_simulator_notices_when_a_safeguard_is_taken_out(safeguard: str) -> None:
+    # The seed that told last time is tried first; a change of the code may need another one.
+    seeds = (TELLING[safeguard], *range(1500))
     with simulated_signatures(), MUTATIONS[safeguard]():
-        assert any(Run(seed).go().finding for seed in range(1500)), f"{safeguard} can be taken out unnoticed"
+        assert any(Run(seed).go().finding for seed in seeds), f"{safeguard} can be taken out unnoticed"
