@@ -36,7 +36,7 @@ from ravnest_fed.parameters import ModelState
 from ravnest_fed.partition import Partition
 from ravnest_fed.recipe import LoadedRecipe
 from ravnest_fed.replica import Replica, updates_of
-from ravnest_fed.transfer import Ask, Downloads, Fetched, FetchFailed, Keep, TransferEffect, serve
+from ravnest_fed.transfer import Ask, Downloads, Drop, Fetched, FetchFailed, Keep, TransferEffect, serve
 
 TICK_SECONDS = 0.1
 MAX_FETCH_BYTES = 2**36
@@ -180,7 +180,11 @@ class ClientRunner:
                 case Fetched(ref):
                     self._blobs.finish(ref)
                     self._loop.call_soon(self._handle, ev.Fetched(ref.hash))
-                case FetchFailed(ref):
+                case Drop(ref):
+                    self._blobs.discard(ref.hash)
+                case FetchFailed(ref, _, resumable):
+                    if not resumable:
+                        self._blobs.discard(ref.hash)
                     self._loop.call_soon(self._handle, ev.Missed(ref.hash))
 
     def _work(self, pool: ThreadPoolExecutor, task: Callable[[], ev.Event | None]) -> None:
