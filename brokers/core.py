@@ -9,6 +9,7 @@ from datetime import datetime
 from brokers.admission import check_manifest
 from brokers.closing import Readiness
 from brokers.effects import (
+    Abandon,
     Cache,
     Damaged,
     Effect,
@@ -387,6 +388,8 @@ class BrokerCore:
         ref = BlobRef.of(record)
         seconds = now - self.round.started
         effects: list[Effect] = [SaveCommit(commit, body, seconds), Fold(commit, body), Cache(record)]
+        # Contributions that are still on their way were made on the base that is left now.
+        effects.append(Abandon("spool"))
         self.head = self.head.after(body, commit.body, self.federation.strategy.norm_history)
         self.intake.forget_before(self.head.server_round)
         self.sessions.new_round()

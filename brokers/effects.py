@@ -49,6 +49,13 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Abandon:
+    """Stop fetching into a store, and forget what lies there in part: a commit has made it pointless."""
+
+    into: Store
+
+
+@dataclass(frozen=True)
 class Cache:
     """Keep bytes in memory to serve them to others."""
 
@@ -200,6 +207,7 @@ Effect = (
     | SendClient
     | EndSession
     | Fetch
+    | Abandon
     | Cache
     | SaveBlob
     | SavePromise

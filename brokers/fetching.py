@@ -15,6 +15,8 @@ from ravnest_fed.messages import Absent, Chunk, Want
 
 MAX_MEMORY_BLOB = 2**26
 """Most bytes of a blob that is fetched into memory."""
+MOST_INTERRUPTED, MOST_INTERRUPTED_BYTES = 1024, 2**30
+"""How many fetches that broke off are kept on disk to be taken up again, and how large they may become in all."""
 
 
 @dataclass
@@ -44,21 +46,40 @@ class Fetching:
         self._fail = fail
         self._disk = disk
         self._loop = asyncio.get_running_loop()
-        self._downloads = transfer.Downloads()
+        self._downloads = transfer.Downloads(MOST_INTERRUPTED, MOST_INTERRUPTED_BYTES)
         self._fetches: dict[bytes, _Fetch] = {}
+        self._interrupted: dict[bytes, Store] = {}
 
     def fetch(self, effect: Fetch) -> None:
-        """Begin to fetch a blob, or join a fetch of it that runs."""
+        """Begin to fetch a blob, go on where an earlier fetch broke off, or join one that runs."""
         ref, into = effect.ref, effect.into
         if into == "memory" and ref.length > MAX_MEMORY_BLOB:
             self._loop.call_soon(self._tell, Missed(ref.hash, into, effect.donors))
         elif self._stores[into].has(ref.hash):
             self._arrived(ref.hash, into)
         else:
-            running = self._fetches.setdefault(ref.hash, _Fetch(into, set()))
+            running = self._fetches.get(ref.hash)
+            if running is None:
+                # Chunks of an earlier fetch lie where that one put them.
+                first = self._interrupted.pop(ref.hash, into)
+                running = self._fetches[ref.hash] = _Fetch(first, set())
             running.wanted.add(into)
             if not running.finishing:
                 self._apply(self._downloads.start(ref, list(effect.donors), time.monotonic()))
+
+    def abandon(self, into: Store) -> None:
+        """Stop fetching into a store, and forget what of earlier fetches lies there in part."""
+        for blob, running in list(self._fetches.items()):
+            running.wanted.discard(into)
+            if not running.wanted and not running.finishing:
+                self._forget(blob, self._fetches.pop(blob).first)
+        for blob, first in list(self._interrupted.items()):
+            if first == into:
+                self._forget(blob, self._interrupted.pop(blob))
+
+    def _forget(self, blob: bytes, first: Store) -> None:
+        self._downloads.cancel(blob)
+        self._stores[first].discard(blob)
 
     def take(self, donor: str, message: Chunk | Absent) -> None:
         """A donor's answer."""
@@ -86,11 +107,16 @@ class Fetching:
                 case transfer.Fetched(ref):
                     self._fetches[ref.hash].finishing = True
                     self._finish(ref)
-                case transfer.FetchFailed(ref, lying):
+                case transfer.FetchFailed(ref, lying, resumable):
                     gone = self._fetches.pop(ref.hash)
-                    self._stores[gone.first].discard(ref)
+                    if resumable and gone.first != "memory":
+                        self._interrupted[ref.hash] = gone.first
+                    else:
+                        self._forget(ref.hash, gone.first)
                     for into in sorted(gone.wanted):
                         self._loop.call_soon(self._tell, Missed(ref.hash, into, lying))
+                case transfer.Drop(ref):
+                    self._stores[self._interrupted.pop(ref.hash)].discard(ref.hash)
 
     def _finish(self, ref: BlobRef) -> None:
         running = self._fetches[ref.hash]

@@ -316,6 +316,8 @@ class BrokerServer:
                 self._send_commits(effect)
             case fx.Fetch():
                 self._fetching.fetch(effect)
+            case fx.Abandon(into):
+                self._fetching.abandon(into)
             case fx.Cache(blob):
                 self._cache(blob)
             case fx.Fold(commit, body):

@@ -29,6 +29,13 @@ class FromBroker:
 
 
 @dataclass(frozen=True)
+class Pulled:
+    """A broker asked for a part of the contribution: its upload goes on."""
+
+    broker: str
+
+
+@dataclass(frozen=True)
 class Fetched:
     """A blob is here."""
 
@@ -122,6 +129,7 @@ class Tick:
 Event = (
     Line
     | FromBroker
+    | Pulled
     | Fetched
     | Missed
     | FederationRead

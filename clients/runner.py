@@ -31,12 +31,12 @@ from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import Link
 from ravnest_fed.messages import Absent, Chunk, Message, Want, decode_to_client
-from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, Line, make_context
+from ravnest_fed.net.sockets import CLIENT_HEARTBEAT, GOODBYE_LINGER_MS, Line, make_context
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.partition import Partition
 from ravnest_fed.recipe import LoadedRecipe
 from ravnest_fed.replica import Replica, updates_of
-from ravnest_fed.transfer import Ask, Downloads, Fetched, FetchFailed, Keep, TransferEffect, serve
+from ravnest_fed.transfer import Ask, Downloads, Drop, Fetched, FetchFailed, Keep, TransferEffect, serve
 
 TICK_SECONDS = 0.1
 MAX_FETCH_BYTES = 2**36
@@ -46,10 +46,19 @@ Tell = Callable[[fx.Tell], None]
 class ClientRunner:
     """Takes part with `loaded` through `link` until training ends.
 
-    `tell` shows what happens to the machine's owner; `state` is the directory for what must survive a kill.
+    `tell` shows what happens to the machine's owner; `state` is the directory for what must survive a kill. `heartbeat`
+    is that of the lines to the brokers, in milliseconds.
     """
 
-    def __init__(self, link: Link, loaded: LoadedRecipe, tell: Tell, state: Path, device: str = "auto") -> None:
+    def __init__(
+        self,
+        link: Link,
+        loaded: LoadedRecipe,
+        tell: Tell,
+        state: Path,
+        device: str = "auto",
+        heartbeat: tuple[int, int] = CLIENT_HEARTBEAT,
+    ) -> None:
         self.link = link
         self.identity = Identity(link.seed)
         self.replica: Replica | None = None
@@ -58,6 +67,7 @@ class ClientRunner:
         self._loaded = loaded
         self._tell = tell
         self._device = device
+        self._heartbeat = heartbeat
         self._trainer: Trainer | None = None
         self._blobs = MemoryBlobs()
         self._downloads = Downloads()
@@ -106,7 +116,10 @@ class ClientRunner:
                 self._apply_transfer(self._downloads.donor_gone(name, time.monotonic()))
             self._handle(ev.Line(name, text))
 
-        return Line(context, address, key, self.identity, False, lambda raw: self._received(name, raw), state)
+        def received(raw: bytes) -> None:
+            self._received(name, raw)
+
+        return Line(context, address, key, self.identity, False, received, state, self._heartbeat)
 
     def _received(self, broker: str, raw: bytes) -> None:
         now = time.monotonic()
@@ -119,6 +132,7 @@ class ClientRunner:
             case Want():
                 for part in serve(message, self._outbox):
                     self._lines[broker].send(encode(part))
+                self._handle(ev.Pulled(broker))
             case Chunk():
                 self._apply_transfer(self._downloads.on_chunk(broker, message, now))
             case Absent():
@@ -180,7 +194,11 @@ class ClientRunner:
                 case Fetched(ref):
                     self._blobs.finish(ref)
                     self._loop.call_soon(self._handle, ev.Fetched(ref.hash))
-                case FetchFailed(ref):
+                case Drop(ref):
+                    self._blobs.discard(ref.hash)
+                case FetchFailed(ref, _, resumable):
+                    if not resumable:
+                        self._blobs.discard(ref.hash)
                     self._loop.call_soon(self._handle, ev.Missed(ref.hash))
 
     def _work(self, pool: ThreadPoolExecutor, task: Callable[[], ev.Event | None]) -> None:

@@ -135,6 +135,10 @@ class ClientSession:
                 return self._on_line(broker, state, now)
             case ev.FromBroker(broker, message):
                 return self._on_message(broker, message, now) if broker == self.home else []
+            case ev.Pulled():
+                # As any event, it has set back when the contribution is offered again: an upload that stalled is taken up
+                # again within seconds.
+                return []
             case ev.Fetched(blob):
                 return self._on_fetched(blob)
             case ev.Missed(blob):

@@ -47,8 +47,8 @@ class BlobStore(Protocol):
     def finish(self, ref: BlobRef) -> None:
         """Every chunk was kept: the blob is whole."""
 
-    def discard(self, ref: BlobRef) -> None:
-        """Forget the chunks of a blob that will not be whole."""
+    def discard(self, blob: bytes) -> None:
+        """Forget the kept chunks of a blob that is not whole."""
 
     def remove(self, blob: bytes) -> None:
         """Forget a blob."""
@@ -93,8 +93,8 @@ class MemoryBlobs:
         if partial is not None:
             self._blobs[ref.hash] = bytes(partial)
 
-    def discard(self, ref: BlobRef) -> None:
-        self._partial.pop(ref.hash, None)
+    def discard(self, blob: bytes) -> None:
+        self._partial.pop(blob, None)
 
     def remove(self, blob: bytes) -> None:
         self._blobs.pop(blob, None)
@@ -165,10 +165,10 @@ class DiskBlobs:
         if not self.has(ref.hash):
             self._publish(self._part(ref.hash), ref)
         else:
-            self.discard(ref)
+            self.discard(ref.hash)
 
-    def discard(self, ref: BlobRef) -> None:
-        self._part(ref.hash).unlink(missing_ok=True)
+    def discard(self, blob: bytes) -> None:
+        self._part(blob).unlink(missing_ok=True)
 
     def _publish(self, part: Path, ref: BlobRef) -> None:
         with part.open("r+b") as file:

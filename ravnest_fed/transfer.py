@@ -3,15 +3,16 @@
 Every blob is pulled: whoever needs it asks a donor for chunks, checks each against the blob's hash and asks for the
 next, so that a slow receiver slows its source and no buffer grows. Outstanding requests are the credit window: it aims
 at about one and a half seconds of bytes and is kept for each donor over all its blobs. A donor that makes no progress
-for `STALL_SECONDS` is left for the others; chunks that arrived are kept.
+for `STALL_SECONDS` is left for the others; chunks that arrived are kept. Where no donor is left, the transfer has broken
+off: what arrived stays for a while (`ravnest_fed.interrupted`), and a later transfer of the same blob asks for the rest.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ravnest_fed.facts import BlobRef
 from ravnest_fed.hashing import CHUNK_SIZE, DIGEST_SIZE, blob_hash, blob_hash_of, chunk_count, chunk_hash, chunks
+from ravnest_fed.interrupted import MOST_BYTES, MOST_TRANSFERS, Interrupted, Progress
 from ravnest_fed.messages import CHUNK_LIST, MAX_WANTED, Absent, Chunk, Want
 
 STALL_SECONDS = 8.0
@@ -46,13 +47,25 @@ class Fetched:
 
 @dataclass(frozen=True)
 class FetchFailed:
-    """Effect: no donor is left that holds the blob. `lying` names donors whose bytes had the wrong hash."""
+    """Effect: no donor is left that holds the blob. `lying` names donors whose bytes had the wrong hash.
+
+    If `resumable`, the chunks that arrived must stay until a later transfer makes the blob whole, or `Drop`; else they
+    are to be forgotten.
+    """
 
     ref: BlobRef
     lying: tuple[str, ...]
+    resumable: bool = False
 
 
-TransferEffect = Ask | Keep | Fetched | FetchFailed
+@dataclass(frozen=True)
+class Drop:
+    """Effect: forget the chunks of a blob whose transfer broke off; none will ask for the rest."""
+
+    ref: BlobRef
+
+
+TransferEffect = Ask | Keep | Fetched | FetchFailed | Drop
 
 
 @dataclass
@@ -68,26 +81,29 @@ class _Donor:
 
 @dataclass
 class _Download:
-    ref: BlobRef
-    donors: list[str]
-    hashes: list[bytes] | None = None
-    missing: deque[int] = field(default_factory=deque)
-    arrived: int = 0
+    progress: Progress
+    donors: list[str] = field(default_factory=list)
     lying: list[str] = field(default_factory=list)
+
+    @property
+    def ref(self) -> BlobRef:
+        return self.progress.ref
 
 
 class Downloads:
     """All transfers that one node receives. Methods take what happened and the time (s), and return effects in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_interrupted: int = MOST_TRANSFERS, most_interrupted_bytes: int = MOST_BYTES) -> None:
+        """The bounds are on what is kept of transfers that broke off."""
         self._downloads: dict[bytes, _Download] = {}
         self._donors: dict[str, _Donor] = {}
+        self._interrupted = Interrupted(most_interrupted, most_interrupted_bytes)
 
     def __contains__(self, blob: bytes) -> bool:
         return blob in self._downloads
 
     def start(self, ref: BlobRef, donors: list[str], now: float) -> list[TransferEffect]:
-        """Begin to fetch `ref` from any of `donors`, or add them to a transfer that runs already."""
+        """Fetch `ref` from any of `donors`: begin, go on where it broke off, or add them to a transfer that runs."""
         if ref.inline:
             if len(ref.inline) == ref.length and blob_hash(ref.inline) == ref.hash:
                 self.cancel(ref.hash)
@@ -96,15 +112,22 @@ class Downloads:
             return [] if ref.hash in self._downloads else [FetchFailed(ref, tuple(donors))]
         running = self._downloads.get(ref.hash)
         if running is None:
-            running = self._downloads[ref.hash] = _Download(ref.bare(), [])
-            running.missing.append(0 if chunk_count(ref.length) == 1 else CHUNK_LIST)
+            progress = self._interrupted.take(ref)
+            if progress is None:
+                progress = Progress(ref.bare())
+                progress.missing.append(0 if chunk_count(ref.length) == 1 else CHUNK_LIST)
+            running = self._downloads[ref.hash] = _Download(progress)
         running.donors += [donor for donor in donors if donor not in running.donors]
         if not running.donors:
-            return self._fail(running)
+            return self._fail(running, now)
         return self._ask(now)
 
     def cancel(self, blob: bytes) -> None:
-        """Forget the transfer of `blob`."""
+        """Forget the transfer of `blob`, also one that broke off; its kept chunks are the caller's to forget."""
+        self._interrupted.forget(blob)
+        self._stop(blob)
+
+    def _stop(self, blob: bytes) -> None:
         self._downloads.pop(blob, None)
         for donor in self._donors.values():
             for key in [key for key in donor.outstanding if key[0] == blob]:
@@ -131,14 +154,14 @@ class Downloads:
                 or blob_hash_of(running.ref.length, hashes) != running.ref.hash
             ):
                 return self._liar(running, donor, chunk.index, now)
-            running.hashes = hashes
-            running.missing.extend(range(len(hashes)))
+            running.progress.hashes = hashes
+            running.progress.missing.extend(range(len(hashes)))
         else:
             if not self._genuine(running, chunk):
                 return self._liar(running, donor, chunk.index, now)
-            running.arrived += 1
+            running.progress.arrived += 1
             effects.append(Keep(running.ref, chunk.index, chunk.data))
-            if running.arrived == chunk_count(running.ref.length):
+            if running.progress.arrived == chunk_count(running.ref.length):
                 del self._downloads[chunk.blob]
                 effects.append(Fetched(running.ref))
         return effects + self._ask(now)
@@ -161,23 +184,25 @@ class Downloads:
         return effects
 
     def tick(self, now: float) -> list[TransferEffect]:
-        """Leave donors that owe chunks and made no progress for `STALL_SECONDS`."""
+        """Leave donors that owe chunks and made no progress for `STALL_SECONDS`; drop what broke off long ago."""
         effects: list[TransferEffect] = []
         for name, donor in list(self._donors.items()):
             if donor.outstanding and now - donor.progress > STALL_SECONDS:
                 effects += self.donor_gone(name, now)
+        effects += [Drop(ref) for ref in self._interrupted.expire(now)]
         return effects + self._ask(now)
 
     def _genuine(self, running: _Download, chunk: Chunk) -> bool:
-        if running.hashes is None:
+        hashes = running.progress.hashes
+        if hashes is None:
             length = running.ref.length
             return len(chunk.data) == length and blob_hash_of(length, [chunk_hash(chunk.data)]) == running.ref.hash
         # The length is checked as well: whoever made the blob may have listed chunks that do not cut it as agreed.
         size = min(CHUNK_SIZE, running.ref.length - chunk.index * CHUNK_SIZE)
-        return len(chunk.data) == size and chunk_hash(chunk.data) == running.hashes[chunk.index]
+        return len(chunk.data) == size and chunk_hash(chunk.data) == hashes[chunk.index]
 
     def _liar(self, running: _Download, donor: str, index: int, now: float) -> list[TransferEffect]:
-        running.missing.appendleft(index)
+        running.progress.missing.appendleft(index)
         running.lying.append(donor)
         return self._leave(running, donor, now)
 
@@ -188,28 +213,33 @@ class Downloads:
         for key in [key for key in source.outstanding if key[0] == running.ref.hash] if source else []:
             assert source is not None
             del source.outstanding[key]
-            running.missing.appendleft(key[1])
+            running.progress.missing.appendleft(key[1])
         # The window of a donor is shared: what this transfer leaves free, another may wait for.
-        failed = [] if running.donors else self._fail(running)
+        failed = [] if running.donors else self._fail(running, now)
         return failed + self._ask(now)
 
-    def _fail(self, running: _Download) -> list[TransferEffect]:
-        self.cancel(running.ref.hash)
-        return [FetchFailed(running.ref, tuple(running.lying))]
+    def _fail(self, running: _Download, now: float) -> list[TransferEffect]:
+        self._stop(running.ref.hash)
+        # What a liar began is not worth the space, although each chunk that arrived is genuine.
+        if running.lying or not running.progress.arrived:
+            return [FetchFailed(running.ref, tuple(running.lying))]
+        gone = self._interrupted.keep(running.progress, now)
+        return [FetchFailed(running.ref, (), resumable=True), *(Drop(ref) for ref in gone)]
 
     def _ask(self, now: float) -> list[TransferEffect]:
         effects: list[TransferEffect] = []
         for running in self._downloads.values():
             progressed = True
-            while running.missing and progressed:
+            missing = running.progress.missing
+            while missing and progressed:
                 progressed = False
                 for name in running.donors:
                     donor = self._donors.setdefault(name, _Donor())
-                    room = min(donor.room(), len(running.missing), MAX_WANTED)
+                    room = min(donor.room(), len(missing), MAX_WANTED)
                     if room <= 0:
                         continue
-                    share = max(1, min(room, -(-len(running.missing) // len(running.donors))))
-                    indices = tuple(running.missing.popleft() for _ in range(share))
+                    share = max(1, min(room, -(-len(missing) // len(running.donors))))
+                    indices = tuple(missing.popleft() for _ in range(share))
                     if not donor.outstanding:
                         donor.progress = now
                     for index in indices:

@@ -124,6 +124,7 @@ class JoinedBroker:
         self.disk = Disk()
         self.alive = False
         self.said: list[str] = []
+        self.abandoned: list[tuple[int, str]] = []
 
     def start(self) -> None:
         federation, initial = self.joined.federation, self.joined.initial
@@ -177,6 +178,8 @@ class JoinedBroker:
                         joined.clients[to].receive(self, notice)
             case fx.Fetch():
                 joined.post(self, lambda: self._fetch(effect))
+            case fx.Abandon(into):
+                self.abandoned.append((max(self.disk.commits), into))
             case fx.Cache(blob):
                 self.memory.put(blob)
             case fx.SaveBlob(blob):

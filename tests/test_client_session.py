@@ -6,6 +6,7 @@ import pytest
 from brokers.admission import check_manifest
 from clients import effects as fx
 from clients import events as ev
+from clients.session import AGAIN_SECONDS
 from ravnest_fed.errors import RavnestError, RecipeError
 from ravnest_fed.facts import Evaluation, Manifest, Receipt, open_signed, sign, signed_hash
 from ravnest_fed.head import CountedSequences, Head
@@ -23,6 +24,7 @@ from ravnest_fed.messages import (
     Skip,
     Waiting,
 )
+from ravnest_fed.transfer import STALL_SECONDS
 from tests.building import identity, work_order
 from tests.joining import (
     ONE,
@@ -276,6 +278,17 @@ def test_an_order_again_before_the_receipt_has_the_same_bytes_offered_again(clie
     assert offered(client.order(ORDER_0)) == offer
     client.hear(receipt_by(home_identity(client), offer))
     assert client.order(ORDER_0) == []
+
+
+def test_an_upload_that_goes_on_is_not_offered_again_and_one_that_stalls_is_within_seconds(client: Client) -> None:
+    client.order(ORDER_0)
+    offer = offered(client.trained())
+    for _ in range(100):
+        client.do(ev.Pulled(str(client.session.home)))
+        assert sent(client.tick(AGAIN_SECONDS - 0.1), Offer) == []
+    assert sent(client.tick(0.2), Offer) == [offer]
+    # By then the broker has given the stalled transfer up, and begins anew.
+    assert sent(client.tick(STALL_SECONDS), Offer) == [offer]
 
 
 def test_a_contribution_that_a_commit_counted_is_counted_and_forgotten(client: Client) -> None:

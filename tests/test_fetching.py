@@ -13,7 +13,7 @@ from brokers.events import Event, Fetched, Missed
 from brokers.fetching import Fetching
 from ravnest_fed.blobs import BlobStore, DiskBlobs, MemoryBlobs
 from ravnest_fed.facts import BlobRef
-from ravnest_fed.messages import Absent, Chunk, Want
+from ravnest_fed.messages import CHUNK_LIST, Absent, Chunk, Want
 from ravnest_fed.transfer import serve
 
 
@@ -49,10 +49,10 @@ class Broker:
         self.told: list[Event] = []
         self.failures: list[BaseException] = []
         self.ledger, self.spool, memory = DiskBlobs(folder / "blobs"), DiskBlobs(folder / "spool"), MemoryBlobs()
-        stores: dict[Store, BlobStore] = {"ledger": self.ledger, "spool": self.spool, "memory": memory}
+        self.stores: dict[Store, BlobStore] = {"ledger": self.ledger, "spool": self.spool, "memory": memory}
         self.asked: list[Want] = []
         self.fetching = Fetching(
-            stores, lambda donor, want: self.asked.append(want), self.told.append, self.failures.append, self.disk
+            self.stores, lambda donor, want: self.asked.append(want), self.told.append, self.failures.append, self.disk
         )
 
     def answer(self) -> None:
@@ -60,6 +60,21 @@ class Broker:
             for part in serve(self.asked.pop(0), self.donor):
                 assert isinstance(part, Chunk | Absent)
                 self.fetching.take("donor", part)
+
+    def answer_one(self) -> int:
+        """Answer the first request that waits, and that alone; returns the chunk's index."""
+        want = self.asked.pop(0)
+        part = serve(Want(want.blob, want.indices[:1]), self.donor)[0]
+        assert isinstance(part, Chunk)
+        if want.indices[1:]:
+            self.asked.insert(0, Want(want.blob, want.indices[1:]))
+        self.fetching.take("donor", part)
+        return part.index
+
+    def break_off(self) -> None:
+        """The donor goes, and what it was asked for with it."""
+        self.asked.clear()
+        self.fetching.donor_gone("donor")
 
     async def settle(self) -> None:
         for _ in range(10):
@@ -115,20 +130,97 @@ def test_a_blob_that_is_put_while_it_is_fetched_is_whole(tmp_path: Path) -> None
     asyncio.run(story())
 
 
-def test_a_fetch_that_fails_leaves_nothing_on_disk(tmp_path: Path) -> None:
+LARGE = b"".join(bytes([number]) * 150_000 for number in range(6))
+"""Four chunks, all different."""
+
+
+@pytest.mark.parametrize("then", ["spool", "ledger", "memory"])
+def test_a_fetch_that_broke_off_goes_on_from_there_into_any_store(tmp_path: Path, then: Store) -> None:
     async def story() -> None:
         broker = Broker(tmp_path)
-        ref = broker.donor.put(b"y" * 600_000).bare()
+        ref = broker.donor.put(LARGE).bare()
         broker.fetching.fetch(Fetch(ref, ("donor",), "spool"))
-        part = serve(broker.asked.pop(0), broker.donor)[0]
-        assert isinstance(part, Chunk)
-        broker.fetching.take("donor", part)
-        chunk = serve(broker.asked.pop(0), broker.donor)[0]
-        assert isinstance(chunk, Chunk)
-        broker.fetching.take("donor", chunk)
-        broker.fetching.donor_gone("donor")
-        await broker.settle()
+        assert [broker.answer_one() for _ in range(3)] == [CHUNK_LIST, 0, 1]
+        broker.break_off()
+        await asyncio.sleep(0)
         assert broker.told == [Missed(ref.hash, "spool", ())]
+        broker.fetching.fetch(Fetch(ref, ("donor",), then))
+        assert [index for want in broker.asked for index in want.indices] == [2, 3]
+        await broker.settle()
+        assert broker.failures == []
+        assert broker.told[1:] == [Fetched(ref.hash, then, LARGE if then == "memory" else None)]
+        assert broker.stores[then].read(ref.hash) == LARGE
+        assert list(tmp_path.rglob("*.part")) == []
+
+    asyncio.run(story())
+
+
+def test_a_fetch_into_memory_that_broke_off_leaves_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        broker = Broker(tmp_path)
+        ref = broker.donor.put(LARGE).bare()
+        broker.fetching.fetch(Fetch(ref, ("donor",), "memory"))
+        assert [broker.answer_one() for _ in range(2)] == [CHUNK_LIST, 0]
+        broker.break_off()
+        broker.fetching.fetch(Fetch(ref, ("donor",), "memory"))
+        assert broker.asked == [Want(ref.hash, (CHUNK_LIST,))]
+
+    asyncio.run(story())
+
+
+def test_the_oldest_of_too_many_that_broke_off_give_way_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("brokers.fetching.MOST_INTERRUPTED", 2)
+
+    async def story() -> None:
+        broker = Broker(tmp_path)
+        refs = [broker.donor.put(bytes([number]) + LARGE).bare() for number in range(4)]
+        for ref in refs:
+            broker.fetching.fetch(Fetch(ref, ("donor",), "spool"))
+            assert [broker.answer_one() for _ in range(2)] == [CHUNK_LIST, 0]
+            broker.break_off()
+        left = {file.name for file in (tmp_path / "spool").iterdir()}
+        assert left == {f"{ref.hash.hex()}.part" for ref in refs[2:]}
+
+    asyncio.run(story())
+
+
+def test_what_is_abandoned_is_asked_for_no_more_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    async def story() -> None:
+        broker = Broker(tmp_path)
+        broken, running, other = (broker.donor.put(bytes([number]) + LARGE).bare() for number in range(3))
+        broker.fetching.fetch(Fetch(broken, ("donor",), "spool"))
+        assert [broker.answer_one() for _ in range(2)] == [CHUNK_LIST, 0]
+        broker.break_off()
+        broker.fetching.fetch(Fetch(running, ("donor",), "spool"))
+        assert [broker.answer_one() for _ in range(2)] == [CHUNK_LIST, 0]
+        late = broker.asked.copy()
+        broker.fetching.fetch(Fetch(other, ("donor",), "ledger"))
+        broker.fetching.abandon("spool")
         assert list((tmp_path / "spool").iterdir()) == []
+        broker.asked = [want for want in broker.asked if want not in late] + late
+        broker.fetching.tick()
+        await broker.settle()
+        assert list((tmp_path / "spool").iterdir()) == []
+        assert broker.told == [Missed(broken.hash, "spool", ()), Fetched(other.hash, "ledger")]
+        # Neither is remembered as begun: a fetch starts with the list.
+        broker.fetching.fetch(Fetch(broken, ("donor",), "spool"))
+        broker.fetching.fetch(Fetch(running, ("donor",), "spool"))
+        assert broker.asked == [Want(broken.hash, (CHUNK_LIST,)), Want(running.hash, (CHUNK_LIST,))]
+
+    asyncio.run(story())
+
+
+def test_what_two_stores_want_is_abandoned_for_one_alone(tmp_path: Path) -> None:
+    async def story() -> None:
+        broker = Broker(tmp_path)
+        ref = broker.donor.put(LARGE).bare()
+        for into in ("spool", "ledger"):
+            broker.fetching.fetch(Fetch(ref, ("donor",), into))
+        broker.fetching.abandon("spool")
+        await broker.settle()
+        assert broker.told == [Fetched(ref.hash, "ledger")]
+        assert broker.ledger.read(ref.hash) == LARGE
 
     asyncio.run(story())

@@ -26,6 +26,13 @@ def test_a_round_commits_on_every_broker_with_the_same_state(brokers: int) -> No
         assert joined.model_hashes() == {head.model_hash for head in joined.heads().values()}
 
 
+def test_what_is_still_on_its_way_is_abandoned_once_the_round_is_committed_durably() -> None:
+    joined = Joined.started(3, 4)
+    joined.contribute()
+    joined.contribute()
+    assert all(broker.abandoned == [(1, "spool"), (2, "spool")] for broker in joined.brokers.values())
+
+
 def test_the_bits_do_not_depend_on_arrival_order_or_on_the_number_of_brokers() -> None:
     seen = set()
     for brokers in (1, 3, 5):

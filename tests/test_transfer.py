@@ -5,6 +5,7 @@ import pytest
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.facts import MAX_INLINE, BlobRef
 from ravnest_fed.hashing import CHUNK_SIZE, DIGEST_SIZE, blob_hash_of, chunk_hash
+from ravnest_fed.interrupted import KEPT_SECONDS
 from ravnest_fed.messages import CHUNK_LIST, MAX_WANTED, Absent, Chunk, Want
 from ravnest_fed.transfer import (
     MAX_WINDOW,
@@ -12,6 +13,7 @@ from ravnest_fed.transfer import (
     STALL_SECONDS,
     Ask,
     Downloads,
+    Drop,
     Fetched,
     FetchFailed,
     Keep,
@@ -259,6 +261,104 @@ def test_chunks_that_nobody_asked_for_are_ignored() -> None:
     for index in (0, 1, 2):
         assert downloads.on_chunk("a", chunk_of(blob, index), 0.1) == []
     assert downloads.on_chunk("b", chunk_of(blob, CHUNK_LIST), 0.1) == []
+
+
+def broken_off(downloads: Downloads, blob: bytes, arrived: int, now: float = 0.0) -> list[TransferEffect]:
+    """Fetch the first chunks of a blob from a donor that then goes; what its going brings."""
+    downloads.start(bare(blob), ["a"], now)
+    for index in (CHUNK_LIST, *range(arrived)):
+        assert not ends(downloads.on_chunk("a", chunk_of(blob, index), now))
+    return downloads.donor_gone("a", now)
+
+
+def test_a_transfer_that_broke_off_goes_on_from_there() -> None:
+    blob = blob_of(6)
+    downloads = Downloads()
+    assert broken_off(downloads, blob, arrived=4) == [FetchFailed(bare(blob), (), resumable=True)]
+    assert bare(blob).hash not in downloads
+    assert sorted(asked(downloads.start(bare(blob), ["b"], 100.0))) == [4, 5]
+    downloads.on_chunk("b", chunk_of(blob, 5), 100.1)
+    assert ends(downloads.on_chunk("b", chunk_of(blob, 4), 100.2)) == [Fetched(bare(blob))]
+    assert asked(downloads.start(bare(blob), ["b"], 101.0)) == [CHUNK_LIST]
+
+
+def test_a_transfer_may_break_off_many_times() -> None:
+    blob = blob_of(6)
+    downloads = Downloads()
+    downloads.start(bare(blob), ["0"], 0.0)
+    downloads.on_chunk("0", chunk_of(blob, CHUNK_LIST), 0.0)
+    for index in range(5):
+        downloads.on_chunk(str(index), chunk_of(blob, index), float(index))
+        assert downloads.donor_gone(str(index), float(index)) == [FetchFailed(bare(blob), (), resumable=True)]
+        assert index not in asked(downloads.start(bare(blob), [str(index + 1)], float(index)))
+    assert ends(downloads.on_chunk("5", chunk_of(blob, 5), 9.0)) == [Fetched(bare(blob))]
+
+
+def test_a_transfer_without_a_chunk_is_not_kept() -> None:
+    blob = blob_of(6)
+    downloads = Downloads()
+    assert broken_off(downloads, blob, arrived=0) == [FetchFailed(bare(blob), ())]
+    assert asked(downloads.start(bare(blob), ["b"], 1.0)) == [CHUNK_LIST]
+
+
+def test_a_transfer_that_ended_in_a_lie_is_not_kept() -> None:
+    blob = blob_of(6)
+    downloads = Downloads()
+    downloads.start(bare(blob), ["a"], 0.0)
+    downloads.on_chunk("a", chunk_of(blob, CHUNK_LIST), 0.0)
+    downloads.on_chunk("a", chunk_of(blob, 0), 0.0)
+    assert downloads.on_chunk("a", Chunk(bare(blob).hash, 1, b"lie"), 0.0) == [FetchFailed(bare(blob), ("a",))]
+    assert asked(downloads.start(bare(blob), ["b"], 1.0)) == [CHUNK_LIST]
+
+
+def test_a_reference_with_another_length_neither_goes_on_nor_spoils_what_broke_off() -> None:
+    blob = blob_of(6)
+    downloads = Downloads()
+    broken_off(downloads, blob, arrived=4)
+    false = BlobRef(bare(blob).hash, len(blob) + 1)
+    assert asked(downloads.start(false, ["b"], 1.0)) == [CHUNK_LIST]
+    assert ends(downloads.on_chunk("b", chunk_of(blob, CHUNK_LIST), 1.1)) == [FetchFailed(false, ("b",))]
+    assert sorted(asked(downloads.start(bare(blob), ["c"], 1.2))) == [4, 5]
+
+
+def test_what_broke_off_is_dropped_once_nobody_came_back_for_it_in_time() -> None:
+    blob = blob_of(6)
+    downloads = Downloads()
+    broken_off(downloads, blob, arrived=4, now=5.0)
+    assert downloads.tick(5.0 + KEPT_SECONDS) == []
+    assert downloads.tick(5.1 + KEPT_SECONDS) == [Drop(bare(blob))]
+    assert downloads.tick(9.0 + KEPT_SECONDS) == []
+    assert asked(downloads.start(bare(blob), ["b"], 999.0)) == [CHUNK_LIST]
+
+
+def test_too_many_that_broke_off_drop_the_oldest() -> None:
+    downloads = Downloads(most_interrupted=2)
+    blobs = [blob_of(3, seed=seed) for seed in range(1, 4)]
+    ended = [broken_off(downloads, blob, arrived=1) for blob in blobs]
+    assert [effect for effects in ended for effect in effects if isinstance(effect, Drop)] == [Drop(bare(blobs[0]))]
+    assert Drop(bare(blobs[0])) in ended[2]
+    assert CHUNK_LIST in asked(downloads.start(bare(blobs[0]), ["b"], 1.0))
+    assert sorted(asked(downloads.start(bare(blobs[1]), ["b"], 1.0))) == [1, 2]
+
+
+def test_what_broke_off_is_bounded_in_bytes_and_the_newest_stays() -> None:
+    small, large = blob_of(3, seed=1), blob_of(9, seed=2)
+    downloads = Downloads(most_interrupted_bytes=4 * CHUNK_SIZE)
+    broken_off(downloads, small, arrived=1)
+    assert Drop(bare(small)) in broken_off(downloads, large, arrived=1)
+    assert Drop(bare(large)) in broken_off(downloads, small, arrived=1)
+    # The account is right after all that: two small ones have room.
+    other = blob_of(2, seed=3)
+    assert not [effect for effect in broken_off(downloads, other, arrived=1) if isinstance(effect, Drop)]
+
+
+def test_a_cancelled_transfer_does_not_go_on() -> None:
+    blob = blob_of(6)
+    downloads = Downloads()
+    broken_off(downloads, blob, arrived=4)
+    downloads.cancel(bare(blob).hash)
+    assert downloads.tick(5.0 + KEPT_SECONDS) == []
+    assert asked(downloads.start(bare(blob), ["b"], 1.0)) == [CHUNK_LIST]
 
 
 def test_serving_gives_chunks_the_list_or_says_that_the_blob_is_absent() -> None:

@@ -12,6 +12,7 @@ from ravnest_fed.transfer import (
     STALL_SECONDS,
     Ask,
     Downloads,
+    Drop,
     Fetched,
     FetchFailed,
     Keep,
@@ -27,7 +28,7 @@ class Fetching:
     """A receiver and its donors: requests that are under way, what was kept, and how each transfer ended."""
 
     def __init__(self) -> None:
-        self.downloads = Downloads()
+        self.downloads = Downloads(most_interrupted=1)
         self.source = MemoryBlobs()
         self.refs = [BlobRef.of(self.source.put(blob) and blob, inline=False) for blob in BLOBS]
         self.content = {ref.hash: blob for ref, blob in zip(self.refs, BLOBS, strict=True)}
@@ -57,9 +58,26 @@ class Fetching:
                     self.held.finish(ref)
                     assert self.held.read(ref.hash) == self.content[ref.hash]
                     self.ended[ref.hash] = effect
-                case FetchFailed(ref):
+                case FetchFailed(ref, _, resumable):
                     assert ref.hash not in self.ended
                     self.ended[ref.hash] = effect
+                    if not resumable:
+                        self.forget_chunks(ref)
+                case Drop(ref):
+                    assert isinstance(self.ended[ref.hash], FetchFailed)
+                    self.forget_chunks(ref)
+
+    def forget_chunks(self, ref: BlobRef) -> None:
+        """As a node must: what it kept of the blob is gone."""
+        self.held.discard(ref.hash)
+        self.kept = {one for one in self.kept if one[0] != ref.hash}
+
+    def begin_again(self) -> None:
+        """Every transfer that failed is begun anew with all donors; what was kept must not be asked for again."""
+        for ref in self.refs:
+            if isinstance(self.ended.get(ref.hash), FetchFailed):
+                del self.ended[ref.hash]
+                self.apply(self.downloads.start(ref, list(DONORS), self.now))
 
     def answer(self, which: int, lie: str) -> None:
         """Answer one of the requests under way: truly, by a lie of this kind, or as absent; or lose the answer."""
@@ -119,6 +137,9 @@ def test_a_transfer_gives_the_right_bytes_or_fails(steps: list[tuple[int, str] |
         for donor in DONORS:
             assert sum(one[0] == donor for one in fetching.pending) <= MAX_WINDOW
     fetching.finish()
+    fetching.begin_again()
+    fetching.finish()
+    assert all(isinstance(end, Fetched) for end in fetching.ended.values())
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30))

@@ -21,6 +21,8 @@ from ravnest_fed.identity import Identity
 from ravnest_fed.messages import MAX_MESSAGE_BYTES
 
 CLIENT_HEARTBEAT = (15_000, 45_000)
+"""After how long a silent connection is probed, and after how long more without an answer it is given up; milliseconds.
+Few NATs and proxies forget a connection that was silent for less."""
 PEER_HEARTBEAT = (2_000, 6_000)
 CLIENT_HIGH_WATER = 64
 PEER_HIGH_WATER = 8192
@@ -209,6 +211,7 @@ class Line(_Loop):
 
     `on_state(text)` is called with "up" after a handshake, "down" when the connection is lost, "refused" when the broker's
     allow-list does not hold our key, and "mismatch" when the handshake fails otherwise, as with a wrong server key.
+    `heartbeat` is in milliseconds, as the constants above, and rules both ends of this connection.
     """
 
     def __init__(
@@ -220,9 +223,10 @@ class Line(_Loop):
         peer: bool,
         on_message: Callable[[bytes], None],
         on_state: Callable[[str], None],
+        heartbeat: tuple[int, int] | None = None,
     ) -> None:
         socket = context.socket(zmq.DEALER)
-        _common(socket, peer)
+        _common(socket, peer, heartbeat)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         low, high = (200, 600) if peer else (1000, 3000)
         # A maximum would switch the jitter off, and all clients of a dead broker would come back at once.
@@ -263,8 +267,8 @@ class Line(_Loop):
             self._connected = False
 
 
-def _common(socket: zmq.Socket[bytes], peers: bool) -> None:
-    interval, timeout = PEER_HEARTBEAT if peers else CLIENT_HEARTBEAT
+def _common(socket: zmq.Socket[bytes], peers: bool, heartbeat: tuple[int, int] | None = None) -> None:
+    interval, timeout = heartbeat or (PEER_HEARTBEAT if peers else CLIENT_HEARTBEAT)
     high_water = PEER_HIGH_WATER if peers else CLIENT_HIGH_WATER
     for option, value in (
         (zmq.HEARTBEAT_IVL, interval),
