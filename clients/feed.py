@@ -1,25 +1,39 @@
-"""Batches out of whatever a recipe's `train_data` returns. Imports torch: only clients load this."""
+"""Batches out of whatever a recipe's `train_data` returns. Imports torch: only clients load this.
+
+What is drawn at a position follows from the seed and the position, so a client that knows its position goes on in the
+same order after a restart.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from clients.seeding import Seeding
 from ravnest_fed.errors import NoDataError, RecipeError
 from ravnest_fed.recipe import LoadedRecipe, Partition
+
+
+class Position(NamedTuple):
+    """How far into its data a client is: whole epochs, and what of this one was drawn, in samples or in batches."""
+
+    epoch: int = 0
+    drawn: int = 0
 
 
 class Feed(Protocol):
     """A source of batches."""
 
-    def draw(self, position: int, size: int) -> tuple[Any, int, int]:
+    def draw(self, position: Position, size: int) -> tuple[Any, int, Position]:
         """The batch of `size` examples at `position`: the batch, its number of examples, and the position after it."""
         ...
 
 
-def feed_of(loaded: LoadedRecipe, partition: Partition, seed: int) -> Feed:
+def feed_of(loaded: LoadedRecipe, partition: Partition, seed: int, seeding: Seeding) -> Feed:
     """Batches of the client's data; the order of the samples changes each epoch and follows from `seed`.
+
+    An iterable of batches is begun anew each epoch, under a random state of its own by `seeding`.
 
     Raises NoDataError for no samples and RecipeError for data of another form than `Recipe.train_data` names.
     """
@@ -42,7 +56,7 @@ def feed_of(loaded: LoadedRecipe, partition: Partition, seed: int) -> Feed:
 
         return _Shuffled(len(data), take, loaded, partition, seed)
     if isinstance(data, Iterable):
-        return _Batches(data, loaded, partition)
+        return _Batches(data, loaded, partition, seeding)
     raise RecipeError(
         f"recipe {loaded.path}: train_data() returned a {type(data).__name__}",
         "return a Dataset, a sequence of samples, equally long tensors, or an iterable of batches",
@@ -74,17 +88,19 @@ class _Shuffled:
         self._epoch = -1
         self._order = np.empty(0, np.int64)
 
-    def draw(self, position: int, size: int) -> tuple[Any, int, int]:
+    def draw(self, position: Position, size: int) -> tuple[Any, int, Position]:
         size = min(size, self._length)
+        epoch, drawn = position
         rows: list[Any] = []
         while size:
-            epoch, offset = divmod(position, self._length)
-            piece = self._permutation(epoch)[offset : offset + size]
+            piece = self._permutation(epoch)[drawn : drawn + size]
             rows.append(piece)
             size -= len(piece)
-            position += len(piece)
+            drawn += len(piece)
+            if drawn >= self._length:
+                epoch, drawn = epoch + 1, 0
         chosen = np.concatenate(rows)
-        return self._take(chosen), len(chosen), position
+        return self._take(chosen), len(chosen), Position(epoch, drawn)
 
     def _permutation(self, epoch: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
         if epoch != self._epoch:
@@ -94,23 +110,56 @@ class _Shuffled:
 
 
 class _Batches:
-    """Batches that the user's iterable makes; it starts again when it ends. The position counts, but cannot seek."""
+    """Batches that the user's iterable makes; it is begun again when it ends.
 
-    def __init__(self, batches: Iterable[Any], loaded: LoadedRecipe, partition: Partition) -> None:
+    Another position than the one reached is sought by drawing up to it. Each epoch begins, as far as its first batch,
+    under a random state that follows from its number: there a DataLoader that shuffles draws its order.
+    """
+
+    def __init__(self, batches: Iterable[Any], loaded: LoadedRecipe, partition: Partition, seeding: Seeding) -> None:
         self._source = batches
         self._loaded = loaded
         self._partition = partition
+        self._seeding = seeding
         self._iterator: Iterator[Any] = iter(())
+        self._at: Position | None = None
 
-    def draw(self, position: int, size: int) -> tuple[Any, int, int]:
+    def draw(self, position: Position, size: int) -> tuple[Any, int, Position]:
+        if position != self._at:
+            self._seek(position)
+        # What fails or ends half-way leaves the iterator at an unknown place.
+        self._at = None
+        epoch, drawn = position
+        batch = self._next() if drawn else self._begin(epoch)
+        if batch is _END and drawn:
+            epoch, drawn = epoch + 1, 0
+            batch = self._begin(epoch)
+        if batch is _END:
+            raise _no_data(self._loaded, self._partition)
+        self._at = Position(epoch, drawn + 1)
+        return batch, _examples_in(batch), self._at
+
+    def _seek(self, position: Position) -> None:
+        if not position.drawn:
+            return
+        with self._seeding.seeded("seek", position.epoch):
+            self._begin(position.epoch)
+            for _ in range(position.drawn - 1):
+                self._next()
+
+    def _begin(self, epoch: int) -> Any:
+        """The first batch of an epoch."""
+        with self._seeding.seeded("epoch", epoch), self._loaded.calling("train_data"):
+            self._iterator = iter(self._source)
+            return self._next()
+
+    def _next(self) -> Any:
+        """The next batch that is not empty, or `_END`."""
         with self._loaded.calling("train_data"):
-            for iterator in (self._iterator, None):
-                self._iterator = iter(self._source) if iterator is None else iterator
-                for batch in self._iterator:
-                    count = _examples_in(batch)
-                    if count:
-                        return batch, count, position + count
-        raise _no_data(self._loaded, self._partition)
+            return next((batch for batch in self._iterator if _examples_in(batch)), _END)
+
+
+_END = object()
 
 
 def _columns(loaded: LoadedRecipe, data: Any) -> tuple[int, Any] | None:

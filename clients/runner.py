@@ -19,8 +19,9 @@ from clients import effects as fx
 from clients import events as ev
 from clients.devices import describe, overlooked_gpus
 from clients.outbox import Outbox
+from clients.progress import ProgressFiles, ProgressUnreadable, StateNotKept
 from clients.session import ClientSession
-from clients.trainer import LocalResult, LocalWork, RoundAbandoned, Trainer
+from clients.trainer import LocalResult, LocalWork, Progress, RoundAbandoned, Trainer
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.checkpoints import read_model
 from ravnest_fed.decree import check_votes, open_commit
@@ -63,6 +64,8 @@ class ClientRunner:
         self.identity = Identity(link.seed)
         self.replica: Replica | None = None
         self._outbox = Outbox(state)
+        self._progress = ProgressFiles(state, link.fingerprint)
+        self._resumed = False
         self.session = ClientSession(link, self.identity, loaded.hash, time.monotonic(), self._outbox.kept())
         self._loaded = loaded
         self._tell = tell
@@ -256,6 +259,7 @@ class ClientRunner:
             partition = Partition(members.index(self.identity.node_id), len(members), seed)
             self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed, file)
         self._trainer.load_data()
+        self._check_progress()
         device = self._trainer.device
         self._tell_later(fx.Tell("trains on", {"device": describe(device)}))
         if hint := overlooked_gpus(device):
@@ -271,6 +275,7 @@ class ClientRunner:
         self.replica.fold(body, commit.body, updates_of(body, self._blobs))
         for ref in body.updates:
             self._blobs.remove(ref.hash)
+        self._check_progress()
         return ev.Folded(self.replica.head)
 
     def _evaluate(self, server_round: int) -> ev.Event | None:
@@ -293,6 +298,8 @@ class ClientRunner:
         self._trainer.repartition(
             Partition(order.partition_index, order.partition_count, self.replica.federation.federation.seed)
         )
+        if not self._resumed:
+            self._resume(order.base_round)
         deadline = time.monotonic() + order.deadline_seconds
         work = LocalWork(
             order.base_round + 1, order.micro_batch, order.accumulation, order.local_steps, order.committed_steps
@@ -301,7 +308,9 @@ class ClientRunner:
             result = self._trainer.local_round(
                 work, self.replica.state, lambda: abandoned.is_set() or time.monotonic() > deadline
             )
-            return self._encode(order, result)
+            trained = self._encode(order, result)
+            self._save_progress(order)
+            return trained
         except RoundAbandoned:
             if abandoned.is_set():
                 return None
@@ -309,6 +318,32 @@ class ClientRunner:
             return ev.TrainingFailed(order.base_round, late)
         except RavnestError as error:
             return ev.TrainingFailed(order.base_round, error)
+
+    def _resume(self, base_round: int) -> None:
+        """Take up the progress of an earlier life of this client."""
+        assert self._trainer is not None
+        self._resumed = True
+        try:
+            self._trainer.progress = self._progress.before(base_round) or Progress()
+        except ProgressUnreadable as error:
+            self._tell_later(fx.Tell("progress lost", {"reason": str(error)}, warning=True))
+
+    def _check_progress(self) -> None:
+        assert self.replica is not None
+        head = self.replica.head
+        try:
+            self._progress.check(head.server_round, head.commit_hash)
+        except ProgressUnreadable as error:
+            self._tell_later(fx.Tell("progress lost", {"reason": str(error)}, warning=True))
+
+    def _save_progress(self, order: WorkOrder) -> None:
+        assert self._trainer is not None
+        progress = self._trainer.progress
+        try:
+            self._progress.save(order.base_round, order.base_hash, progress)
+        except StateNotKept as error:
+            self._tell_later(fx.Tell("optimiser not kept", {"reason": str(error)}, warning=True))
+            self._progress.save(order.base_round, order.base_hash, Progress(progress.position))
 
     def _encode(self, order: WorkOrder, result: LocalResult) -> ev.Event:
         assert self.replica is not None

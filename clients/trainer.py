@@ -1,25 +1,23 @@
 """Local training: from a base state and the work of a round to a delta. Imports torch: only clients load this.
 
-A result follows from the recipe, the seed, the partition, the round and the rounds trained before, bit for bit on one
-machine with one number of threads. A round that fails or is abandoned leaves no trace: trained again, it gives what it
-would have given.
+A result follows from the recipe, the seed, the partition, the round and the progress made in the rounds trained before,
+bit for bit on one machine with one number of threads. A round that fails or is abandoned leaves no trace: trained again, it
+gives what it would have given.
 """
 
 import copy
-import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from clients.feed import Feed, feed_of, moved
+from clients.feed import Feed, Position, feed_of, moved
+from clients.seeding import Seeding
 from ravnest_fed.errors import RavnestError
-from ravnest_fed.hashing import digest
 from ravnest_fed.model_state import delta_between, load_frozen, schema_of, write_state
 from ravnest_fed.parameters import Float32, Int64, ModelState, Schema
 from ravnest_fed.recipe import LoadedRecipe, Partition
@@ -61,6 +59,17 @@ class LocalResult:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Progress:
+    """What a client carries from one local round to the next; everything else follows from the seed and the round.
+
+    `optimizer_state` is the local optimiser's `state_dict()`, or None where it does not outlive a round.
+    """
+
+    position: Position = field(default_factory=Position)
+    optimizer_state: dict[str, Any] | None = field(default=None, repr=False)
+
+
 class Trainer:
     """Holds the model on its device and trains it round by round.
 
@@ -89,17 +98,8 @@ class Trainer:
         schema.require_equal(schema_of(model, schema.shard_size), str(loaded.path))
         self._model = model.to(self.device)
         self._feed: Feed | None = None
-        self._position = 0
-        self._optimizer_state: dict[str, Any] | None = None
-
-    @property
-    def position(self) -> int:
-        """How many samples the rounds so far drew; a Trainer given another's position carries on with the same data."""
-        return self._position
-
-    @position.setter
-    def position(self, samples: int) -> None:
-        self._position = samples
+        self.progress = Progress()
+        """Given another Trainer's progress, this one goes on as that one would."""
 
     def repartition(self, partition: Partition) -> None:
         """Train on another part of the data from the next round on; the same part again changes nothing."""
@@ -122,11 +122,11 @@ class Trainer:
         write_state(self._model, self._schema, base)
         self._model.train()
         parameters = [one for one in self._model.parameters() if one.requires_grad]
-        with self._seeded("round", work.server_round):
+        with self._seeding().seeded("round", work.server_round):
             optimizer = self._loaded.build_optimizer(parameters)
-            if self._optimizer_state is not None and self._loaded.recipe.keep_optimizer:
-                optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
-            position, examples, loss_sum = self._position, 0, 0.0
+            if self.progress.optimizer_state is not None and self._loaded.recipe.keep_optimizer:
+                optimizer.load_state_dict(copy.deepcopy(self.progress.optimizer_state))
+            position, examples, loss_sum = self.progress.position, 0, 0.0
             for step in range(work.local_steps):
                 batches = []
                 for _ in range(work.accumulation):
@@ -139,9 +139,8 @@ class Trainer:
         delta, counters = delta_between(self._model, self._schema, base)
         if not np.isfinite(delta).all():
             raise _diverged("parameters", work, work.local_steps)
-        self._position = position
-        if self._loaded.recipe.keep_optimizer:
-            self._optimizer_state = optimizer.state_dict()
+        kept = optimizer.state_dict() if self._loaded.recipe.keep_optimizer else None
+        self.progress = Progress(position, kept)
         return LocalResult(
             delta,
             counters,
@@ -156,7 +155,7 @@ class Trainer:
         """Metrics of `state` by the recipe's `evaluate`, and how many examples they stand for; None if it has none."""
         write_state(self._model, self._schema, state)
         self._model.eval()
-        with self._seeded("evaluate", 0), torch.no_grad():
+        with self._seeding().seeded("evaluate", 0), torch.no_grad():
             return self._loaded.evaluate(self._model)
 
     def _step(
@@ -192,26 +191,13 @@ class Trainer:
 
     def _data(self) -> Feed:
         if self._feed is None:
-            with self._seeded("data", 0):
-                self._feed = feed_of(self._loaded, self._partition, self._seed)
+            seeding = self._seeding()
+            with seeding.seeded("data", 0):
+                self._feed = feed_of(self._loaded, self._partition, self._seed, seeding)
         return self._feed
 
-    @contextmanager
-    def _seeded(self, purpose: str, server_round: int) -> Iterator[None]:
-        """Seed torch, NumPy and random by purpose, round and client inside this context; put them back afterwards."""
-        place = f"{self._seed} {self._partition.index} {server_round}".encode()
-        seed = int.from_bytes(digest(f"training {purpose}", place)[:8], "little") >> 1
-        plain, legacy = random.getstate(), np.random.get_state()
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            try:
-                yield
-            finally:
-                random.setstate(plain)
-                np.random.set_state(legacy)
+    def _seeding(self) -> Seeding:
+        return Seeding(self._seed, self._partition.index, self.device)
 
 
 def _diverged(what: str, work: LocalWork, step: int) -> TrainingDiverged:

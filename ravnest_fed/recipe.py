@@ -58,6 +58,9 @@ class Recipe:
 
         One of: a map-style `torch.utils.data.Dataset` or a list of samples; a tensor, or a tuple or dict of tensors of
         equal length; an iterable of batches such as a DataLoader, which must start anew each time it is iterated.
+
+        An iterable that takes its order from the global random state when it begins, as a DataLoader that shuffles does,
+        gives the same batches after a restart; the client then draws the epoch's batches again up to where it was.
         """
         raise NotImplementedError
 

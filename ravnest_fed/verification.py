@@ -1,6 +1,6 @@
 """Replaying a ledger: proof, from the signed federation file alone, that every commit is what a majority decided."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,24 @@ def _commits(ledger: Ledger) -> Iterator[tuple[Commit, Body]]:
         yield from ledger.commits()
     except LedgerError as error:
         raise VerificationError(error.what, error.remedy) from error
+
+
+def lost_rounds(folder: Path, told: Mapping[int, Set[bytes]]) -> list[int]:
+    """The rounds in `told` that the ledgers below `folder` do not hold, or not all alike, as they were told.
+
+    `told` gives the hashes of the models that were named as committed, by round. Raises LedgerError for what cannot be
+    read; nothing is replayed here.
+    """
+    held: dict[int, set[bytes]] = {}
+    for one in ledgers_in(folder):
+        federation = Federation.load(one.path / FILE_NAME)
+        ledger = Ledger(one.path, federation.fingerprint, create=False)
+        try:
+            for _, body in ledger.commits():
+                held.setdefault(body.server_round, set()).add(body.model_hash)
+        finally:
+            ledger.close()
+    return sorted(number for number, hashes in told.items() if held.get(number, set()) != hashes or len(hashes) != 1)
 
 
 def furthest(folder: Path) -> Path:

@@ -283,6 +283,13 @@ class JoinedClient:
         state.vector[: delta.size] = delta
         state.vector[federation.schema.parameter_stop :] = 0.125
         state.counters[:] = order.local_steps
+        return self.offer_state(state, **changes)
+
+    def offer_state(self, state: ModelState, **changes: object) -> Offer:
+        """An offer of a delta with its buffers and counters, as `offer` makes it."""
+        assert self.order is not None
+        federation = self.joined.federation
+        order = decode(WorkOrder, self.order.payload)
         encoded = encode_delta(federation.schema, federation.codecs.up, state)
         refs = [self.outbox.put(payload) for payload in encoded.payloads]
         self.sequence += 1

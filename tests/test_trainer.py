@@ -151,14 +151,14 @@ def test_every_epoch_visits_every_sample_once_in_an_order_of_its_own(make: Make)
     drawn = [row for batch in bench.loaded.recipe.seen for row in batch]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     assert drawn[:10] != drawn[10:]
-    assert trainer.position == 20
+    assert trainer.progress.position == (2, 0)
 
 
-def test_a_resumed_position_carries_on_with_the_same_data(make: Make) -> None:
+def test_resumed_progress_carries_on_with_the_same_data(make: Make) -> None:
     bench = make(SEEN)
     trainer, resumed = bench.trainer(), bench.trainer()
     trainer.local_round(work(1), bench.base)
-    resumed.position = trainer.position
+    resumed.progress = trainer.progress
     bench.loaded.recipe.seen = []
     trainer.local_round(work(2), bench.base)
     resumed.local_round(work(2), bench.base)

@@ -5,7 +5,6 @@ import json
 import signal
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from importlib.resources import files
 from pathlib import Path
@@ -13,15 +12,17 @@ from typing import Any
 
 import click
 
+from ravnest_fed.chaos import Chaos, schedule
 from ravnest_fed.cluster import Cluster, free_addresses
+from ravnest_fed.commands import chaos_report
 from ravnest_fed.commands.failing import failing_cleanly
+from ravnest_fed.commands.following import follow
 from ravnest_fed.commands.options import debug_option, set_option, settings_from
 from ravnest_fed.commands.round_table import RoundView, readable_bytes
 from ravnest_fed.commands.summary import Summary
 from ravnest_fed.errors import ClusterError, RecipeError, UsageError
-
-POLL_SECONDS = 0.25
-FINAL_SECONDS = 10.0
+from ravnest_fed.federation import Federation
+from ravnest_fed.verification import lost_rounds
 
 
 @click.command()
@@ -37,6 +38,7 @@ FINAL_SECONDS = 10.0
 @click.option(
     "--keep", type=click.Path(path_type=Path), help="Leave the federation's folder, with ledgers and logs, here."
 )
+@click.option("--chaos", type=int, metavar="SEED", help="Kill and restart brokers and clients, as SEED draws.")
 @set_option
 @debug_option
 @failing_cleanly
@@ -49,6 +51,7 @@ def demo(
     topology: str | None,
     summary: Path | None,
     keep: Path | None,
+    chaos: int | None,
     pairs: tuple[str, ...],
     debug: bool,
 ) -> None:
@@ -65,10 +68,13 @@ def demo(
             signal.signal(getattr(signal, name), _interrupt)
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ravnest-fed-"))) / "federation"
-        result = _run(_recipe_path(recipe), brokers, clients, settings, folder)
+        result = _run(_recipe_path(recipe), brokers, clients, settings, folder, chaos)
+        lost = lost_rounds(folder, result.told()) if chaos is not None else []
     if summary is not None:
         summary.write_text(json.dumps(result.json(), indent=1) + "\n")
-    _last_line(result, keep)
+    for line in chaos_report.cost(result.json(), lost) if chaos is not None else ():
+        click.echo(line)
+    _last_line(result, keep, lost)
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -85,7 +91,7 @@ def _recipe_path(recipe: Path | None) -> Path:
     raise RecipeError(f"there is no recipe {name}", "name a recipe file or folder, or an example: digits, char_lm")
 
 
-def _run(recipe: Path, brokers: int, clients: int, settings: dict[str, str], folder: Path) -> Summary:
+def _run(recipe: Path, brokers: int, clients: int, settings: dict[str, str], folder: Path, seed: int | None) -> Summary:
     try:
         from ravnest_fed.founding import found
         from ravnest_fed.recipe import load_recipe
@@ -97,85 +103,41 @@ def _run(recipe: Path, brokers: int, clients: int, settings: dict[str, str], fol
     title = (
         f"{loaded.name}: {brokers} brokers, {clients} clients, {founded.federation.schema.parameter_count} parameters"
     )
+    chaos = None if seed is None else _chaos(seed, founded.federation)
     with Cluster(founded, recipe) as cluster, RoundView(title) as view:
         cluster.start()
-        return asyncio.run(_follow(cluster, view))
+        return asyncio.run(follow(cluster, view, chaos))
 
 
-async def _follow(cluster: Cluster, view: RoundView) -> Summary:
-    from ravnest_fed.founding import OPERATOR_KEY
-    from ravnest_fed.identity import Identity
-    from ravnest_fed.net.asking import Asker
-
-    federation = cluster.founded.federation
-    operator = Identity.load(cluster.founded.folder / OPERATOR_KEY)
-    result = Summary(federation)
-    shown = 0
-    ended_at: float | None = None
-    async with Asker(federation, operator) as asker:
-        while True:
-            result.take(await asker.ask(result.known(), 1.0))
-            _note_deaths(cluster, result, view)
-            cluster.check_brokers()
-            done = _complete(cluster, result)
-            while shown < result.server_round and (shown + 1 < result.server_round or done):
-                shown += 1
-                view.add(result.round_entry(shown))
-            if done:
-                view.state("training has ended")
-                return result
-            if result.stop and ended_at is None:
-                ended_at = time.monotonic()
-            if ended_at is not None and time.monotonic() - ended_at > FINAL_SECONDS:
-                laggards = sorted(set(cluster.clients) - result.holding(result.server_round) - result.dead)
-                view.note(f"not waited for any longer: {', '.join(laggards) or 'a broker'}")
-                for late in range(shown + 1, result.server_round + 1):
-                    view.add(result.round_entry(late))
-                return result
-            view.state(next((f"{name}: {status.waiting}" for name, status in result.latest.items()), "starting"))
-            await asyncio.sleep(POLL_SECONDS)
+def _chaos(seed: int, federation: Federation) -> Chaos:
+    brokers = [one.name for one in federation.brokers]
+    clients = [one.name for one in federation.members]
+    strikes = schedule(seed, federation.stop.rounds, brokers, clients)
+    if not strikes:
+        raise UsageError(
+            f"{len(brokers)} brokers and {len(clients)} clients over {federation.stop.rounds} rounds leave nothing to kill",
+            "--chaos needs three brokers or two clients, and three rounds",
+        )
+    return Chaos(strikes, set(brokers), set(clients))
 
 
-def _complete(cluster: Cluster, result: Summary) -> bool:
-    """Whether every living node is known to stand at the last round of a training that ended."""
-    if not result.stop:
-        return False
-    last = result.server_round
-    living = [name for name, node in cluster.brokers.items() if node.alive]
-    level = all(name in result.latest and result.latest[name].server_round == last for name in living)
-    return level and set(cluster.clients) - result.dead <= result.holding(last)
-
-
-def _note_deaths(cluster: Cluster, result: Summary, view: RoundView) -> None:
-    for name, node in (cluster.brokers | cluster.clients).items():
-        died = not node.alive and (node.process.returncode != 0 or name in cluster.brokers)
-        if died and name not in result.dead:
-            result.dead.add(name)
-            view.note(f"{name} died (status {node.process.returncode}): {node.last_words()}")
-    if cluster.clients and all(name in result.dead for name in cluster.clients) and not result.stop:
-        node = next(iter(cluster.clients.values()))
-        raise ClusterError(f"every client died; {node.name}: {node.last_words()}", f"see {node.log.parent}")
-
-
-def _last_line(result: Summary, keep: Path | None) -> None:
+def _last_line(result: Summary, keep: Path | None, lost: list[int]) -> None:
     data = result.json()
-    last = data["final"]["server_round"]
-    hashes = {one["model_hash"] for one in data["brokers"].values() if not one["died"]}
-    behind = sorted(
-        name
-        for name, one in (data["brokers"] | data["clients"]).items()
-        if not one["died"] and one["server_round"] != last
-    )
-    metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(data["final"]["metrics"].items()))
+    final = data["final"]
+    living = {name: one for name, one in (data["brokers"] | data["clients"]).items() if not one["died"]}
+    behind = sorted(name for name, one in living.items() if one["server_round"] != final["server_round"])
+    differing = sorted(name for name in living.keys() - behind if living[name]["model_hash"] != final["model_hash"])
+    words = [f"behind: {', '.join(behind)}"] if behind else []
+    words += [f"another model: {', '.join(differing)}"] if differing else []
+    agree = "; ".join(words) or "every living replica holds the same model"
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(final["metrics"].items()))
     moved = readable_bytes(sum(one["bytes_up"] + one["bytes_down"] for one in data["rounds"]))
-    agree = "every living replica holds the same model" if len(hashes) == 1 and not behind else "replicas differ"
-    if behind:
-        agree = f"behind: {', '.join(behind)}"
     dead = f"; died: {', '.join(sorted(result.dead))}" if result.dead else ""
     click.echo(
-        f"round {last}: {metrics or 'no metrics'}; {agree} ({data['final']['model_hash'][:12]}); {moved} moved{dead}"
+        f"round {final['server_round']}: {metrics or 'no metrics'}; {agree} ({final['model_hash'][:12]}); "
+        f"{moved} moved{dead}"
     )
     if keep is not None:
         click.echo(f"the federation is in {keep}")
-    if len(hashes) != 1 or behind:
+    if behind or differing or lost:
         sys.exit(ClusterError.exit_status)

@@ -1,8 +1,10 @@
 """What a run gave, gathered from the brokers' own words: rounds, brokers, clients, as rows and as JSON."""
 
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from ravnest_fed.chaos import Kill
 from ravnest_fed.federation import Federation
 from ravnest_fed.messages import ClientRow, RoundRow, Status
 
@@ -16,6 +18,7 @@ class Summary:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     latest: dict[str, Status] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
+    kills: list[Kill] = field(default_factory=list)
 
     def take(self, answers: dict[str, Status | str]) -> None:
         """Take in the brokers' answers, by broker name."""
@@ -43,13 +46,13 @@ class Summary:
         return next((status.stop for status in self.latest.values() if status.stop), "")
 
     def round_entry(self, server_round: int) -> dict[str, Any]:
-        """One round's entry of the JSON form."""
+        """One round's entry of the JSON form. Its `seconds` are the middle broker's: who caught up saw another time."""
         rows = list(self.rows.get(server_round, {}).values())
         return {
             "server_round": server_round,
             "contributions": max((row.contributions for row in rows), default=0),
             "model_hash": rows[0].model_hash.hex() if rows else "",
-            "seconds": round(max((row.seconds for row in rows), default=0.0), 4),
+            "seconds": round(statistics.median_high([row.seconds for row in rows] or [0.0]), 4),
             "training_seconds": round(max((row.training_seconds for row in rows), default=0.0), 4),
             "bytes_up": sum(row.bytes_up for row in rows),
             "bytes_down": sum(row.bytes_down for row in rows),
@@ -63,6 +66,10 @@ class Summary:
             for row in status.clients:
                 found.setdefault(self.federation.name_of(row.client), []).append(row)
         return found
+
+    def told(self) -> dict[int, set[bytes]]:
+        """Hashes of the models that brokers told of as committed, by round: one each, unless something is badly wrong."""
+        return {number: {row.model_hash for row in rows.values()} for number, rows in self.rows.items()}
 
     def holding(self, server_round: int) -> set[str]:
         """Names of the clients that proved to hold the model of `server_round`."""
@@ -80,6 +87,7 @@ class Summary:
             "brokers": {broker.name: self._broker(broker.name) for broker in self.federation.brokers},
             "rounds": [self.round_entry(number) for number in sorted(self.rows)],
             "clients": {name: self._client(name, rows) for name, rows in self.client_rows().items()},
+            "chaos": [_kill(kill) for kill in self.kills],
         }
 
     def _broker(self, name: str) -> dict[str, Any]:
@@ -109,3 +117,13 @@ class Summary:
             "model_hash": next(iter(at_round.values())).model_hash.hex() if at_round else "",
             "died": name in self.dead,
         }
+
+
+def _kill(kill: Kill) -> dict[str, Any]:
+    return {
+        "node": kill.strike.node,
+        "server_round": kill.server_round,
+        "down_seconds": kill.strike.down_seconds,
+        "back_after_seconds": None if kill.back_at is None else round(kill.back_at - kill.at, 3),
+        "back_in_round": kill.back_in_round,
+    }
