@@ -5,13 +5,16 @@ Here belongs whatever turns values into payload bytes: one module for each famil
 """
 
 from ravnest_fed.codecs.base import Codec
-from ravnest_fed.codecs.blockwise import Int8
+from ravnest_fed.codecs.blockwise import Int4, Int8
 from ravnest_fed.codecs.dense import Fp16, Fp32
+from ravnest_fed.codecs.sign import Sign
+from ravnest_fed.codecs.sparse import TopK40, TopK64, TopK128
 from ravnest_fed.errors import UsageError
 
 __all__ = ["Codec", "get", "names"]
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Fp16(), Int8())}
+_ALL: tuple[Codec, ...] = (Fp32(), Fp16(), Int8(), Int4(), Sign(), TopK128(), TopK64(), TopK40())
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in _ALL}
 
 
 def get(name: str) -> Codec:

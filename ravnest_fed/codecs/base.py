@@ -69,6 +69,11 @@ class Codec(ABC):
     """What federation files and manifests call it."""
     codec_id: ClassVar[int]
     """The codec in a payload's header; never given to another."""
+    feedback_decay: ClassVar[float | None] = None
+    """What a client's residual is multiplied by before it joins the next delta; None for a codec that loses so little
+    that no residual is kept."""
+    warmup_rounds: ClassVar[int] = 0
+    """In how many first rounds, unless a federation says otherwise, contributions travel in a denser codec."""
 
     def encoded_size(self, count: int) -> int:
         """Bytes of a payload of `count` values, header included. A codec of variable size gives its upper bound."""
@@ -115,7 +120,6 @@ class Codec(ABC):
         if out.size != stop - start or not out.flags.c_contiguous:
             raise LocalProtocolError(f"{stop - start} values do not go into an array of {out.size}")
         for first, last in slices(stop - start):
-            self._check_slice(body, count, start + first, start + last)
             self._decode_slice(body, count, start + first, start + last, out[first:last])
         return out
 
@@ -142,7 +146,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode_slice(self, body: Bytes, count: int, start: int, stop: int, out: Float32) -> None:
-        """Fill `out` with the checked values `start` to `stop`."""
+        """Fill `out` with the values `start` to `stop`; raise PayloadError if they are out of bounds."""
 
 
 def _require_vector(vector: Float32) -> None:

@@ -1,4 +1,4 @@
-"""Blockwise codecs: small integers, and one float32 scale for each block of neighbours.
+"""Blockwise codecs: small integers, and one scale for each block of neighbours.
 
 Source of the idea: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); here linear and symmetric.
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ravnest_fed.codecs.base import Bytes, Codec
-from ravnest_fed.codecs.float_bits import LEAST_NORMAL
+from ravnest_fed.codecs.float_bits import LEAST_NORMAL, from_upper_halves, upper_halves
 from ravnest_fed.errors import PayloadError
 from ravnest_fed.parameters import Float32
 
@@ -32,6 +32,8 @@ class Blockwise(Codec):
     """Codes run from -greatest to greatest."""
     bits: ClassVar[int]
     """Bits of a packed code."""
+    scale_bytes: ClassVar[int]
+    """4 for scales in binary32, 2 for bfloat16, the upper half of binary32."""
 
     @abstractmethod
     def _pack(self, codes: Int8Array, packed: Bytes) -> None:
@@ -39,16 +41,17 @@ class Blockwise(Codec):
 
     @abstractmethod
     def _unpack(self, packed: Bytes, count: int) -> Int8Array:
-        """The `count` codes in `packed`, whatever they are."""
+        """The `count` codes in `packed`, whatever they are. Raises PayloadError if bits after them are not zero."""
 
     def _body_size(self, count: int) -> int:
         return self._codes_start(count) + -(-count * self.bits // 8)
 
     def _codes_start(self, count: int) -> int:
-        return 4 * -(-count // self.block)
+        return self.scale_bytes * -(-count // self.block)
 
-    def _scales_of(self, body: Bytes, start: int, stop: int) -> Bytes:
-        return body[4 * (start // self.block) : 4 * -(-stop // self.block)]
+    def _stored_scales(self, body: Bytes, start: int, stop: int) -> Array:
+        first, last = start // self.block, -(-stop // self.block)
+        return body[self.scale_bytes * first : self.scale_bytes * last].view(f"<u{self.scale_bytes}")
 
     def _packed_of(self, body: Bytes, count: int, start: int, stop: int) -> Bytes:
         base = self._codes_start(count)
@@ -59,7 +62,7 @@ class Blockwise(Codec):
         scales = np.empty(-(-values.size // self.block), np.float32)
         codes = np.empty(values.size, np.int8)
         for blocks, rows, code_rows in self._rows(values, codes):
-            scale = np.minimum(np.abs(rows).max(axis=1) / np.float32(self.greatest), self._greatest_scale)
+            scale = self._storable(np.abs(rows).max(axis=1) / np.float32(self.greatest))
             scale[scale.view(np.int32) <= LEAST_NORMAL] = 0
             scales[blocks] = scale
             # Divided by infinity, a block without a scale has the codes 0.
@@ -67,14 +70,24 @@ class Blockwise(Codec):
             ratio = rows / scale[:, None]
             np.rint(ratio, out=ratio)
             np.copyto(code_rows, ratio, casting="unsafe")
-        self._scales_of(body, start, stop).view("<f4")[:] = scales
+        self._stored_scales(body, start, stop)[:] = scales.view(np.uint32) >> np.uint32(32 - 8 * self.scale_bytes)
         self._pack(codes, self._packed_of(body, count, start, stop))
 
+    def _storable(self, scale: Float32) -> Float32:
+        """The nearest scale that the body can hold, within bounds."""
+        rounded = scale if self.scale_bytes == 4 else from_upper_halves(upper_halves(scale))
+        return np.minimum(rounded, self._greatest_scale)
+
     def _check_slice(self, body: Bytes, count: int, start: int, stop: int) -> None:
-        scales = self._scales_of(body, start, stop).view("<u4")
+        self._open_slice(body, count, start, stop)
+
+    def _open_slice(self, body: Bytes, count: int, start: int, stop: int) -> tuple[Float32, Int8Array]:
+        """The scales and codes of the values `start` to `stop`. Raises PayloadError if one is out of bounds."""
+        stored = self._stored_scales(body, start, stop)
+        scales = stored.astype(np.uint32) << np.uint32(32 - 8 * self.scale_bytes)
         codes = self._unpack(self._packed_of(body, count, start, stop), stop - start)
         if not codes.size:
-            return
+            return scales.view(np.float32), codes
         where = f"between {start} and {stop} of an {self.name} payload"
         tiny = (scales != 0) & (scales <= np.uint32(LEAST_NORMAL))
         if scales.max() > self._greatest_scale.view(np.uint32) or tiny.any():
@@ -83,20 +96,22 @@ class Blockwise(Codec):
             raise PayloadError(f"a code {where} is out of bounds")
         if (scales == 0).any() and any(rows[scales[blocks] == 0].any() for blocks, rows, _ in self._rows(codes, codes)):
             raise PayloadError(f"a block {where} has codes but no scale")
+        return scales.view(np.float32), codes
 
     def _decode_slice(self, body: Bytes, count: int, start: int, stop: int, out: Float32) -> None:
-        scales = self._scales_of(body, start, stop).view("<f4").astype(np.float32)
-        codes = self._unpack(self._packed_of(body, count, start, stop), stop - start)
+        scales, codes = self._open_slice(body, count, start, stop)
         out[:] = codes
         for blocks, rows, _ in self._rows(out, out):
             np.multiply(rows, scales[blocks, None], out=rows)
 
     @cached_property
     def _greatest_scale(self) -> np.float32:
-        """The greatest scale that every code can be multiplied by and stay finite."""
+        """The greatest scale that can be stored, and that every code can be multiplied by and stay finite."""
         most = float(np.finfo(np.float32).max)
         scale = np.float32(most / self.greatest)
-        return scale if float(scale) * self.greatest <= most else np.nextafter(scale, np.float32(0))
+        scale = scale if float(scale) * self.greatest <= most else np.nextafter(scale, np.float32(0))
+        unused = np.uint32(32 - 8 * self.scale_bytes)
+        return (scale.view(np.uint32) >> unused << unused).view(np.float32)
 
     def _rows(self, first: Array, second: Array) -> Iterator[tuple[slice, Array, Array]]:
         """Two equally long vectors as rows of one block each, with the blocks' places: whole, then a shorter one."""
@@ -116,9 +131,40 @@ class Int8(Blockwise):
     block = 256
     greatest = 127
     bits = 8
+    scale_bytes = 4
 
     def _pack(self, codes: Int8Array, packed: Bytes) -> None:
         packed[:] = codes.view(np.uint8)
 
     def _unpack(self, packed: Bytes, count: int) -> Int8Array:
         return packed.view(np.int8)
+
+
+class Int4(Blockwise):
+    """Half a byte a value and two a block of 64: codes -7 to 7 as two's complement, the first value's in the low half.
+
+    A scale in bfloat16 is off by 1/256 at most, which a code's own step of 1/7 hides.
+    """
+
+    name = "int4"
+    codec_id = 4
+    block = 64
+    greatest = 7
+    bits = 4
+    scale_bytes = 2
+
+    def _pack(self, codes: Int8Array, packed: Bytes) -> None:
+        nibbles = codes.view(np.uint8) & np.uint8(15)
+        pairs = codes.size // 2
+        packed[:pairs] = nibbles[: 2 * pairs : 2] | nibbles[1 : 2 * pairs : 2] << np.uint8(4)
+        if codes.size % 2:
+            packed[pairs] = nibbles[-1]
+
+    def _unpack(self, packed: Bytes, count: int) -> Int8Array:
+        codes = np.empty(2 * packed.size, np.int8)
+        # Shifting a signed byte to the right carries its sign along.
+        np.right_shift((packed << np.uint8(4)).view(np.int8), np.int8(4), out=codes[::2])
+        np.right_shift(packed.view(np.int8), np.int8(4), out=codes[1::2])
+        if count % 2 and codes[-1]:
+            raise PayloadError(f"the bits after the last of {count} codes are not zero")
+        return codes[:count]

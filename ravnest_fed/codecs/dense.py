@@ -31,6 +31,7 @@ class Fp32(Codec):
             raise PayloadError(f"a value between {start} and {stop} of an fp32 payload is not finite")
 
     def _decode_slice(self, body: Bytes, count: int, start: int, stop: int, out: Float32) -> None:
+        self._check_slice(body, count, start, stop)
         out[:] = body[4 * start : 4 * stop].view("<f4")
         flush_tiny(out)
 
@@ -53,5 +54,6 @@ class Fp16(Codec):
             raise PayloadError(f"a value between {start} and {stop} of an fp16 payload is not finite")
 
     def _decode_slice(self, body: Bytes, count: int, start: int, stop: int, out: Float32) -> None:
+        self._check_slice(body, count, start, stop)
         out[:] = body[2 * start : 2 * stop].view("<f2")
         flush_tiny(out)

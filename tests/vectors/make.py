@@ -80,6 +80,8 @@ def folding_vectors() -> list[dict[str, Any]]:
         for codec_name in codecs.names():
             for count, exponent, scale_bits in ((SMALL, 112, 40), (LARGE, 112, 40), (LARGE, 1, 126)):
                 codec, optimizer = codecs.get(codec_name), outer.get(name, rate, momentum, nesterov)
+                # An update is encoded without error feedback, so never in a codec that needs it.
+                down = codec if codec.feedback_decay is None else codecs.get("int8")
                 parameters = sample("parameters", count, exponent)
                 state = tuple(np.zeros(count, np.float32) for _ in optimizer.state_names())
                 updates = []
@@ -91,14 +93,15 @@ def folding_vectors() -> list[dict[str, Any]]:
                     chosen = {bytes([i]): weight for i, weight in enumerate(weights)}
                     total = sum(weight.share for weight in weights)
                     update = reduce_shard(
-                        "parameters", count, chosen, total, payloads.__getitem__, scale_bits, 16, codec, codec
+                        "parameters", count, chosen, total, payloads.__getitem__, scale_bits, 16, codec, down
                     )
-                    optimizer.step(parameters, codec.decode(update, count), state)
+                    optimizer.step(parameters, down.decode(update, count), state)
                     updates.append(update)
                 cases.append(
                     {
                         "optimizer": [name, rate, momentum, nesterov],
                         "codec": codec_name,
+                        "down": down.name,
                         "count": count,
                         "least_exponent": exponent,
                         "scale_bits": scale_bits,
