@@ -7,24 +7,27 @@ every message go to the part that decides about it.
 from datetime import datetime
 
 from brokers.admission import check_manifest
+from brokers.catching_up import CatchingUp
 from brokers.closing import Readiness
+from brokers.consolidation import Consolidation
 from brokers.effects import (
     Abandon,
     Cache,
-    Damaged,
     Effect,
     EndSession,
-    Examine,
-    Fetch,
     Fold,
+    SaveAdopted,
+    SaveCheckpoint,
     SaveCommit,
     SaveEvaluation,
     Say,
     SendClient,
-    SendCommits,
     SendPeer,
+    TakeUp,
 )
 from brokers.events import (
+    Adopted,
+    CheckpointWritten,
     Event,
     Examined,
     Fetched,
@@ -43,8 +46,8 @@ from brokers.intake import Intake
 from brokers.planner import work_order
 from brokers.round import OpenRound
 from brokers.sessions import Session, Sessions
-from ravnest_fed.decree import check_votes, evaluation_of, open_commit
-from ravnest_fed.errors import AdmissionRefused, RavnestError
+from ravnest_fed.decree import evaluation_of
+from ravnest_fed.errors import AdmissionRefused
 from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, decode, encode, open_signed, sign, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack
@@ -55,6 +58,7 @@ from ravnest_fed.ledger import Admitted, VoteRecord
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
     Announcement,
+    CheckpointNotice,
     CommitNotice,
     CommitsRequest,
     EvaluationNotice,
@@ -95,10 +99,12 @@ class BrokerCore:
         evaluations: list[Signed],
         highest_sequences: dict[str, int],
         welcome: tuple[BlobRef, BlobRef],
+        consolidation: Consolidation,
         now: float,
     ) -> None:
         """`admitted`, `evaluations` and `record` are what the ledger kept of the open round; `welcome` names the blobs of
-        the federation file and the initial model; `now` is in seconds, as in every method."""
+        the federation file and the initial model; `consolidation` knows what the ledger holds of rounds before; `now` is
+        in seconds, as in every method."""
         self.federation = federation
         self.head = head
         self.sessions = Sessions(federation)
@@ -107,15 +113,11 @@ class BrokerCore:
         self._me = identity.node_id
         self._welcome = welcome
         self._peers: set[str] = set()
-        self._peer_rounds: dict[str, int] = {}
         self._peer_known: dict[str, bytes] = {}
         self._highest = dict(highest_sequences)
         self._early: list[tuple[str, Message]] = []
-        self._commit_refs: dict[int, BlobRef] = {}
-        self._catching: BlobRef | None = None
-        self._catching_commit: tuple[Commit, Body, set[bytes]] | None = None
-        self._asked_at = -1e9
-        self._asked = 0
+        self._consolidation = consolidation
+        self._catching = CatchingUp(federation)
         self._greeted_at = now
         self._majority_at = now
         self._patient_until = now + STARTING_SECONDS
@@ -156,13 +158,12 @@ class BrokerCore:
             case SessionLost(session):
                 effects = self._lose(session, now)
             case Fetched(blob, into):
-                effects = self.intake.on_fetched(blob) if into == "spool" else self._catching_fetched(event, now)
+                effects = self.intake.on_fetched(blob) if into == "spool" else []
+                effects += self._catching.on_fetched(event, self._peers)
                 effects += self.round.on_fetched(event, now)
             case Missed(blob, into, lying):
                 effects = self.intake.on_missed(blob, lying) if into == "spool" else []
-                caught = self._catching_commit
-                if self._catching is not None and (blob == self._catching.hash or (caught and blob in caught[2])):
-                    self._catching = self._catching_commit = None
+                self._catching.on_missed(blob)
                 effects += self.round.on_missed(event, now)
             case Inspected():
                 effects = self.intake.on_inspected(event, self.head)
@@ -171,7 +172,12 @@ class BrokerCore:
             case Previewed():
                 effects = self.round.on_previewed(event, now)
             case Examined():
-                effects = self._on_examined(event, now)
+                caught = self._catching.on_examined(event)
+                effects = self.round.on_examined(event, now) if caught is None else caught
+            case CheckpointWritten():
+                effects = self._on_checkpoint(event)
+            case Adopted():
+                effects = self._catching.on_adopted(event, now)
             case Tick(wall):
                 effects = self._tick(wall, now)
         return effects + self._settle(now)
@@ -191,8 +197,9 @@ class BrokerCore:
             return []
         match message:
             case PeerHello(server_round=server_round):
-                self._peer_rounds[node_id] = server_round
-                return self._catch_up(now) + self._fill_in(node_id, message)
+                self._catching.heard(node_id, server_round)
+                effects = self._catch_up(now) + self._fill_in(node_id, message)
+                return effects + self._consolidation.compare(node_id, message)
             case Presence():
                 self.sessions.hear(node_id, message)
                 return self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
@@ -200,11 +207,8 @@ class BrokerCore:
                 return self._take_evaluation(signed)
             case CommitsRequest(server_round=server_round):
                 return self._ask_for_commits(node_id, True, server_round)
-            case CommitNotice(server_round=server_round, commit=ref):
-                if server_round != self.head.server_round + 1 or self._catching is not None:
-                    return []
-                self._catching = ref
-                return [Fetch(ref, (node_id,), "memory")]
+            case CommitNotice() | CheckpointNotice():
+                return self._catching.on_notice(node_id, message, self.head.server_round)
             case Goodbye():
                 return []
             case Announcement(manifest=signed, shards=shards):
@@ -246,40 +250,7 @@ class BrokerCore:
         return self.round.add_contribution(signed, manifest, shards, node_id, now)
 
     def _catch_up(self, now: float) -> list[Effect]:
-        ahead = sorted(node for node in self._peers if self._peer_rounds.get(node, 0) > self.head.server_round)
-        if not ahead or self._catching is not None or now - self._asked_at < 0.5:
-            return []
-        self._asked_at = now
-        self._asked += 1
-        return [SendPeer(ahead[self._asked % len(ahead)], CommitsRequest(self.head.server_round))]
-
-    def _catching_fetched(self, event: Fetched, now: float) -> list[Effect]:
-        if self._catching is not None and event.blob == self._catching.hash and event.data is not None:
-            try:
-                commit = open_commit(event.data)
-                check_votes(self.federation, commit)
-                body = decode(Body, commit.body)
-            except RavnestError as error:
-                self._catching = None
-                return [Say("commit refused", {"finding": str(error)}, warning=True)]
-            blobs = (body.evidence, *body.updates)
-            self._catching_commit = (commit, body, {ref.hash for ref in blobs})
-            return [Fetch(ref, tuple(sorted(self._peers)), "ledger") for ref in blobs]
-        if self._catching_commit is None or event.blob not in self._catching_commit[2]:
-            return []
-        commit, _, missing = self._catching_commit
-        missing.discard(event.blob)
-        return [] if missing else [Examine(commit.body, commit)]
-
-    def _on_examined(self, event: Examined, now: float) -> list[Effect]:
-        caught = self._catching_commit
-        if caught is not None and caught[0].body == event.raw and self.round.outcome is None:
-            self._catching = self._catching_commit = None
-            if event.finding:
-                return [Damaged(event.finding)]
-            self.round.outcome = caught[0]
-            return []
-        return self.round.on_examined(event, now)
+        return self._catching.ask(self._peers, self.head.server_round, now)
 
     # --- clients -----------------------------------------------------------------------------------------------------
 
@@ -365,12 +336,20 @@ class BrokerCore:
     # --- commits -----------------------------------------------------------------------------------------------------
 
     def _ask_for_commits(self, who: str, peer: bool, after: int) -> list[Effect]:
-        return [SendCommits(who, peer, after)] if 0 <= after < self.head.server_round else []
+        return [self._consolidation.offer(who, peer, after)] if 0 <= after < self.head.server_round else []
+
+    def _on_checkpoint(self, written: CheckpointWritten) -> list[Effect]:
+        if written.checkpoint is None:
+            said = {"round": written.server_round, "finding": written.finding}
+            return [Say("no checkpoint", said, warning=True)]
+        self._consolidation.written(written.server_round, written.checkpoint)
+        keep = self.federation.checkpoints.keep
+        return [SaveCheckpoint(written.server_round, written.checkpoint, keep)]
 
     def _settle(self, now: float) -> list[Effect]:
         """Hand admitted contributions to the round, and turn its outcome into the next head."""
         effects: list[Effect] = []
-        while self.intake.admitted or self.round.outcome is not None:
+        while self.intake.admitted or self.round.outcome or self._catching.caught or self._catching.adopted:
             while self.intake.admitted:
                 upload = self.intake.admitted.pop()
                 if upload.manifest.base_round == self.head.server_round:
@@ -378,8 +357,13 @@ class BrokerCore:
                         self._highest.get(upload.manifest.client, 0), upload.manifest.sequence
                     )
                     effects += self.round.add_contribution(upload.signed, upload.manifest, upload.shards, self._me, now)
-            if self.round.outcome is not None:
-                effects += self._close(self.round.outcome, now)
+            adopted, decided = self._catching.adopted, self.round.outcome or self._catching.caught
+            if adopted is not None and adopted.server_round > self.head.server_round:
+                effects += self._adopt(adopted, now)
+            elif decided is not None:
+                effects += self._close(decided, now)
+            else:
+                self._catching.moved_on()
         return effects
 
     def _close(self, commit: Commit, now: float) -> list[Effect]:
@@ -388,13 +372,31 @@ class BrokerCore:
         ref = BlobRef.of(record)
         seconds = now - self.round.started
         effects: list[Effect] = [SaveCommit(commit, body, seconds), Fold(commit, body), Cache(record)]
+        effects += self._consolidation.committed(body)
+        head = self.head.after(body, commit.body, self.federation.strategy.norm_history)
+        return effects + self._begin_round(head, ref, now)
+
+    def _adopt(self, adopted: Adopted, now: float) -> list[Effect]:
+        """Go on from a checkpoint, whose state was checked against its commit's votes."""
+        assert adopted.head is not None
+        record = pack(encode(adopted.commit))
+        self._consolidation.adopted(adopted.server_round, adopted.checkpoint)
+        effects: list[Effect] = [
+            SaveAdopted(adopted.commit, adopted.server_round, adopted.checkpoint),
+            TakeUp(adopted.server_round),
+            Cache(record),
+            Say("checkpoint taken up", {"round": adopted.server_round}),
+        ]
+        return effects + self._begin_round(adopted.head, BlobRef.of(record), now)
+
+    def _begin_round(self, head: Head, ref: BlobRef, now: float) -> list[Effect]:
+        """The round after `head` begins; `ref` is the record of the head's commit."""
         # Contributions that are still on their way were made on the base that is left now.
-        effects.append(Abandon("spool"))
-        self.head = self.head.after(body, commit.body, self.federation.strategy.norm_history)
+        effects: list[Effect] = [Abandon("spool")]
+        self.head = head
         self.intake.forget_before(self.head.server_round)
         self.sessions.new_round()
-        self._catching = self._catching_commit = None
-        self._asked_at = -1e9
+        self._catching.moved_on()
         self.round = OpenRound(self.federation, self.head, self._identity, VoteRecord(), self._patient_until, now)
         notice = CommitNotice(self.head.server_round, ref)
         for session in self.sessions.by_node.values():
@@ -440,12 +442,15 @@ class BrokerCore:
         return effects
 
     def _hello(self) -> PeerHello:
+        newest, checkpoint = self._consolidation.newest
         return PeerHello(
             PROTOCOL_VERSION,
             self.federation.fingerprint,
             self._me,
             self.head.server_round,
             self.round.contributions.digest(),
+            newest,
+            checkpoint.hash if checkpoint else b"",
         )
 
     def _live(self) -> frozenset[str]:

@@ -141,6 +141,57 @@ class SendCommits:
 
 
 @dataclass(frozen=True)
+class SendCheckpoint:
+    """Offer the checkpoint of a round, with the commit that proves it, to a broker (`peer`) or a client's session."""
+
+    to: str
+    peer: bool
+    server_round: int
+    checkpoint: BlobRef
+
+
+@dataclass(frozen=True)
+class WriteCheckpoint:
+    """Write the model as it stands after folding this round, durably, as a blob; answered by `CheckpointWritten`."""
+
+    server_round: int
+
+
+@dataclass(frozen=True)
+class SaveCheckpoint:
+    """Take a written checkpoint into the ledger; drop what is older than the last `keep`, and the blobs of that."""
+
+    server_round: int
+    checkpoint: BlobRef
+    keep: int
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Read a fetched checkpoint and check its state against the commit of its round; answered by `Adopted`."""
+
+    commit: Commit
+    server_round: int
+    checkpoint: BlobRef
+
+
+@dataclass(frozen=True)
+class SaveAdopted:
+    """Let a checkpoint and its commit stand in the ledger for everything before."""
+
+    commit: Commit
+    server_round: int
+    checkpoint: BlobRef
+
+
+@dataclass(frozen=True)
+class TakeUp:
+    """Go on from the checkpoint that was adopted last."""
+
+    server_round: int
+
+
+@dataclass(frozen=True)
 class Inspect:
     """Decode an uploaded contribution and measure it; answered by `Inspected`."""
 
@@ -218,6 +269,12 @@ Effect = (
     | SaveCommit
     | Fold
     | SendCommits
+    | SendCheckpoint
+    | WriteCheckpoint
+    | SaveCheckpoint
+    | Adopt
+    | SaveAdopted
+    | TakeUp
     | Inspect
     | Accumulate
     | Reduce

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from brokers.effects import Store
-from ravnest_fed.facts import BlobRef, Body
+from ravnest_fed.facts import BlobRef, Body, Commit
+from ravnest_fed.head import Head
 from ravnest_fed.messages import Message
 
 
@@ -100,6 +101,26 @@ class Examined:
 
 
 @dataclass(frozen=True)
+class CheckpointWritten:
+    """A checkpoint is on disk as a blob; `checkpoint` is None, with the reason, where that failed."""
+
+    server_round: int
+    checkpoint: BlobRef | None
+    finding: str
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A fetched checkpoint was read: the head that it gives, or None with what is wrong with it."""
+
+    commit: Commit
+    server_round: int
+    checkpoint: BlobRef
+    head: Head | None
+    finding: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed. `wall` is seconds since the epoch, for stop dates only."""
 
@@ -118,5 +139,7 @@ Event = (
     | Reduced
     | Previewed
     | Examined
+    | CheckpointWritten
+    | Adopted
     | Tick
 )

@@ -19,13 +19,13 @@ import structlog
 
 from brokers import effects as fx
 from brokers import events as ev
+from brokers.consolidation import Consolidation, update_bytes
 from brokers.core import BrokerCore
 from brokers.fetching import Fetching
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
-from ravnest_fed.checkpoints import read_model
 from ravnest_fed.decree import weighted_means
-from ravnest_fed.errors import LedgerError, RavnestError, RemoteProtocolError, SchemaMismatch, UsageError
+from ravnest_fed.errors import LedgerError, RavnestError, RemoteProtocolError, UsageError
 from ravnest_fed.facts import BlobRef, Evaluation, decode, encode
 from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
 from ravnest_fed.framing import pack
@@ -33,6 +33,7 @@ from ravnest_fed.identity import Identity
 from ravnest_fed.ledger import Ledger
 from ravnest_fed.messages import (
     Absent,
+    CheckpointNotice,
     Chunk,
     ClientRow,
     CommitNotice,
@@ -45,7 +46,7 @@ from ravnest_fed.messages import (
     decode_to_peer,
 )
 from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, AllowList, Line, Port, make_context
-from ravnest_fed.replica import Replica, updates_of
+from ravnest_fed.restoring import restore
 from ravnest_fed.transfer import serve
 
 KEY_FILE = "broker.key"
@@ -62,6 +63,8 @@ DURABLE = (
     fx.SaveEquivocation,
     fx.SaveEvaluation,
     fx.SaveCommit,
+    fx.SaveCheckpoint,
+    fx.SaveAdopted,
 )
 
 
@@ -77,18 +80,19 @@ class BrokerServer:
         self.entry = self.federation.broker_by_id[self.identity.node_id]
         self._binds = (client_bind, peer_bind)
         self.ledger = Ledger(folder, self.federation.fingerprint)
-        initial = read_model(folder / INITIAL_MODEL, self.federation.schema)
-        self.replica = Replica(self.federation, initial)
-        if self.replica.head.model_hash.hex() != self.federation.federation.model_hash:
-            raise SchemaMismatch(f"{folder / INITIAL_MODEL} is not the federation's initial model", "copy it again")
-        for commit, body in self.ledger.commits():
-            self.replica.fold(body, commit.body, updates_of(body, self.ledger.blobs))
+        self.replica = restore(
+            self.ledger, self.federation, lambda finding: self.log.warning("checkpoint passed over", finding=finding)
+        )
         self.bench = Workbench(self.federation, self.replica, self.ledger.blobs, self.ledger.spool)
         self._welcome = (
             self.ledger.blobs.put((folder / FILE_NAME).read_bytes()),
             self.ledger.blobs.put((folder / INITIAL_MODEL).read_bytes()).bare(),
         )
         head = self.replica.head
+        checkpoints = self.ledger.checkpoints()
+        oldest = checkpoints[0][0] if checkpoints else 0
+        sizes = {body.server_round: update_bytes(body) for _, body in self.ledger.commits(oldest)}
+        self.ledger.sweep(self._welcome)
         self.core = BrokerCore(
             self.federation,
             self.identity,
@@ -98,6 +102,7 @@ class BrokerServer:
             self.ledger.evaluations(head.server_round),
             {member: self.ledger.highest_sequence(member) for member in self.federation.member_by_id},
             self._welcome,
+            Consolidation(self.federation.checkpoints, checkpoints, sizes),
             time.monotonic(),
         )
         self._memory = MemoryBlobs()
@@ -303,6 +308,12 @@ class BrokerServer:
                 self.ledger.save_commit(commit, row)
                 self.ledger.save_bytes_down(row.server_round - 1, self._down[row.server_round - 1])
                 self.ledger.spool.retain(self.ledger.drop_contributions(body.server_round))
+            case fx.SaveCheckpoint(server_round, ref, keep):
+                self.ledger.save_checkpoint(server_round, ref, keep)
+                self.ledger.sweep(self._welcome)
+            case fx.SaveAdopted(commit, server_round, ref):
+                self.ledger.adopt_checkpoint(commit, server_round, ref)
+                self.ledger.spool.retain(self.ledger.drop_contributions(server_round))
 
     def _carry(self, effect: fx.Effect) -> None:
         match effect:
@@ -314,6 +325,8 @@ class BrokerServer:
                 pass
             case fx.SendCommits():
                 self._send_commits(effect)
+            case fx.SendCheckpoint():
+                self._send_checkpoint(effect)
             case fx.Fetch():
                 self._fetching.fetch(effect)
             case fx.Abandon(into):
@@ -323,6 +336,12 @@ class BrokerServer:
             case fx.Fold(commit, body):
                 self._work(lambda: self.bench.fold(commit, body), None)
                 self._log_round(body)
+            case fx.WriteCheckpoint():
+                self._work(lambda: self.bench.write_checkpoint(effect), self._handle)
+            case fx.Adopt():
+                self._work(lambda: self.bench.adopt(effect), self._handle)
+            case fx.TakeUp():
+                self._work(lambda: self.bench.take_up(effect), None)
             case fx.Inspect():
                 self._work(lambda: self.bench.inspect(effect), self._handle)
             case fx.Accumulate():
@@ -387,6 +406,18 @@ class BrokerServer:
                 self._send_peer(effect.to, notice)
             else:
                 self._send_client(effect.to, notice)
+
+    def _send_checkpoint(self, effect: fx.SendCheckpoint) -> None:
+        commit = self.ledger.commit(effect.server_round)
+        if commit is None:
+            return
+        record = pack(encode(commit))
+        self._cache(record)
+        notice = CheckpointNotice(effect.server_round, BlobRef.of(record), effect.checkpoint)
+        if effect.peer:
+            self._send_peer(effect.to, notice)
+        else:
+            self._send_client(effect.to, notice)
 
     # --- what people see ---------------------------------------------------------------------------------------------
 

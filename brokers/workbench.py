@@ -6,14 +6,15 @@ that the simulator can call it as it is.
 
 import contextlib
 
-from brokers.effects import Accumulate, Examine, Inspect, Preview, Reduce
-from brokers.events import Examined, Inspected, Previewed, Reduced
+from brokers.effects import Accumulate, Adopt, Examine, Inspect, Preview, Reduce, TakeUp, WriteCheckpoint
+from brokers.events import Adopted, CheckpointWritten, Examined, Inspected, Previewed, Reduced
 from ravnest_fed import codecs
 from ravnest_fed.aggregation.fixed_point import OutOfRange
 from ravnest_fed.aggregation.norms import SquareSum, combine, square_sum
 from ravnest_fed.aggregation.reduce import ShardAccumulator, check_shard
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.blobs import BlobMissing, BlobStore
+from ravnest_fed.checkpoints import checkpoint_pieces, read_checkpoint
 from ravnest_fed.codecs.counters import decode_counters
 from ravnest_fed.decree import check_body, check_votes, open_evidence
 from ravnest_fed.errors import LedgerError, PayloadError, RavnestError
@@ -35,6 +36,7 @@ class Workbench:
         self._sums: dict[int, ShardAccumulator] = {}
         self._payloads: dict[tuple[int, bytes], bytes] = {}
         self._sums_round = 0
+        self._candidate: Replica | None = None
 
     def inspect(self, task: Inspect) -> Inspected:
         """Decode every shard of an upload, and measure the norm and the range that its manifest declares."""
@@ -121,6 +123,29 @@ class Workbench:
     def fold(self, commit: Commit, body: Body) -> None:
         """Fold a commit for good. Raises LedgerError if it does not give the committed state."""
         self.replica.fold(body, commit.body, updates_of(body, self._store))
+
+    def write_checkpoint(self, task: WriteCheckpoint) -> CheckpointWritten:
+        """Write the replica as it stands as a checkpoint. A full disk costs the checkpoint, not the broker."""
+        assert self.replica.head.server_round == task.server_round
+        try:
+            ref = self._store.put_pieces(checkpoint_pieces(self.replica))
+        except OSError as error:
+            return CheckpointWritten(task.server_round, None, str(error))
+        return CheckpointWritten(task.server_round, ref, "")
+
+    def adopt(self, task: Adopt) -> Adopted:
+        """Read a checkpoint and check that its state is the committed one; `take_up` then goes on from it."""
+        try:
+            self._candidate = read_checkpoint(self._store.view(task.checkpoint.hash), self.federation, task.commit.body)
+        except RavnestError as error:
+            return Adopted(task.commit, task.server_round, task.checkpoint, None, str(error))
+        return Adopted(task.commit, task.server_round, task.checkpoint, self._candidate.head, "")
+
+    def take_up(self, task: TakeUp) -> None:
+        """Go on from the checkpoint that was read last."""
+        assert self._candidate is not None and self._candidate.head.server_round == task.server_round
+        self.replica.take(self._candidate)
+        self._candidate = None
 
     def row(self, body: Body, seconds: float) -> RoundRow:
         """What the ledger keeps of a round for people to see; bytes are filled in by whoever counts them."""

@@ -54,6 +54,14 @@ class Fold:
 
 
 @dataclass(frozen=True)
+class TakeUp:
+    """Go on from a fetched checkpoint whose commit was opened; answered by `Folded`, or `CommitRefused`."""
+
+    server_round: int
+    checkpoint: BlobRef
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """Evaluate the head's model; answered by `Evaluated`."""
 
@@ -109,6 +117,7 @@ Effect = (
     | Prepare
     | OpenCommit
     | Fold
+    | TakeUp
     | Evaluate
     | Train
     | AbandonTraining

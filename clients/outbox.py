@@ -6,10 +6,10 @@ A client that was killed finds it here and offers the same bytes again, instead 
 from pathlib import Path
 
 from ravnest_fed.blobs import DiskBlobs
-from ravnest_fed.checkpoints import write_durably
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import BlobRef, decode, encode
 from ravnest_fed.messages import Offer
+from ravnest_fed.model_files import write_durably
 
 FILE_NAME = "contribution"
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from clients.feed import Position
 from clients.trainer import Progress
-from ravnest_fed.checkpoints import write_durably
 from ravnest_fed.errors import RavnestError
+from ravnest_fed.model_files import write_durably
 
 _NAME = re.compile(r"progress-(\d+)\.safetensors")
 _FORMAT = 1

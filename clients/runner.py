@@ -18,12 +18,12 @@ import numpy as np
 from clients import effects as fx
 from clients import events as ev
 from clients.devices import describe, overlooked_gpus
+from clients.fetched import FetchedBlobs
 from clients.outbox import Outbox
 from clients.progress import ProgressFiles, ProgressUnreadable, StateNotKept
 from clients.session import ClientSession
 from clients.trainer import LocalResult, LocalWork, Progress, RoundAbandoned, Trainer
-from ravnest_fed.blobs import MemoryBlobs
-from ravnest_fed.checkpoints import read_model
+from ravnest_fed.checkpoints import checkpoint_pieces, read_checkpoint
 from ravnest_fed.decree import check_votes, open_commit
 from ravnest_fed.encoding import encode_delta
 from ravnest_fed.errors import RavnestError, RemoteProtocolError, SchemaMismatch, WrongFederation
@@ -32,6 +32,7 @@ from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import Link
 from ravnest_fed.messages import Absent, Chunk, Message, Want, decode_to_client
+from ravnest_fed.model_files import read_model
 from ravnest_fed.net.sockets import CLIENT_HEARTBEAT, GOODBYE_LINGER_MS, Line, make_context
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.partition import Partition
@@ -72,7 +73,8 @@ class ClientRunner:
         self._device = device
         self._heartbeat = heartbeat
         self._trainer: Trainer | None = None
-        self._blobs = MemoryBlobs()
+        self._blobs = FetchedBlobs(state / "fetched")
+        self._initial = b""
         self._downloads = Downloads()
         self._lines: dict[str, Line] = {}
         self._commits: dict[int, tuple[Commit, Body]] = {}
@@ -170,6 +172,8 @@ class ClientRunner:
             case fx.Fold(server_round):
                 # Training reads the vectors that folding changes, so both take turns on one thread.
                 self._work(self._training, lambda: self._fold(server_round))
+            case fx.TakeUp(server_round, ref):
+                self._work(self._training, lambda: self._take_up(server_round, ref))
             case fx.Evaluate(server_round):
                 self._work(self._training, lambda: self._evaluate(server_round))
             case fx.Train(order):
@@ -232,7 +236,7 @@ class ClientRunner:
     def _open_commit(self, ref: BlobRef) -> ev.Event:
         assert self.session.federation is not None
         record = self._blobs.read(ref.hash)
-        self._blobs.remove(ref.hash)
+        self._blobs.forget(ref.hash)
         try:
             commit = open_commit(record)
             check_votes(self.session.federation, commit)
@@ -250,7 +254,8 @@ class ClientRunner:
         with TemporaryDirectory() as folder:
             file = Path(folder) / "model.safetensors"
             file.write_bytes(self._blobs.read(ref.hash))
-            self._blobs.remove(ref.hash)
+            self._blobs.forget(ref.hash)
+            self._initial = ref.hash
             self.replica = Replica(federation, read_model(file, federation.schema))
             if self.replica.head.model_hash.hex() != federation.federation.model_hash:
                 raise SchemaMismatch("the broker's initial model is not the one that the federation signs")
@@ -274,7 +279,34 @@ class ClientRunner:
         commit, body = self._commits.pop(server_round)
         self.replica.fold(body, commit.body, updates_of(body, self._blobs))
         for ref in body.updates:
-            self._blobs.remove(ref.hash)
+            self._blobs.forget(ref.hash)
+        every = self.replica.federation.checkpoints.checkpoint_every
+        if every and server_round % every == 0:
+            self._keep_checkpoint()
+        self._check_progress()
+        return ev.Folded(self.replica.head)
+
+    def _keep_checkpoint(self) -> None:
+        """Write what a broker would offer to this client after a restart: it is then here already."""
+        assert self.replica is not None
+        try:
+            ref = self._blobs.put_pieces(checkpoint_pieces(self.replica))
+        except OSError as error:
+            self._tell_later(fx.Tell("no checkpoint", {"reason": str(error)}, warning=True))
+            return
+        self._blobs.retain({self._initial, ref.hash})
+
+    def _take_up(self, server_round: int, ref: BlobRef) -> ev.Event:
+        assert self.replica is not None
+        commit, _ = self._commits.pop(server_round)
+        try:
+            read = read_checkpoint(self._blobs.view(ref.hash), self.replica.federation, commit.body)
+        except RavnestError as error:
+            self._blobs.retain({self._initial})
+            return ev.CommitRefused(str(error))
+        self.replica.take(read)
+        self._blobs.forget(ref.hash)
+        self._blobs.retain({self._initial, ref.hash})
         self._check_progress()
         return ev.Folded(self.replica.head)
 

@@ -31,6 +31,7 @@ from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.links import Link
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
+    CheckpointNotice,
     CommitNotice,
     CommitsRequest,
     EvaluationNotice,
@@ -74,10 +75,11 @@ class _Pending:
 
 @dataclass
 class _Catching:
-    """The commit being fetched."""
+    """The commit being fetched, or the checkpoint of its round."""
 
     server_round: int
     missing: set[bytes] = field(default_factory=set)
+    checkpoint: BlobRef | None = None
 
 
 class ClientSession:
@@ -98,6 +100,7 @@ class ClientSession:
         self._ever_greeted = False
         self._welcome: Welcome | None = None
         self._notices: dict[int, BlobRef] = {}
+        self._checkpoint: CheckpointNotice | None = None
         self._newest = 0
         self._asked_after: int | None = None
         self._catching: _Catching | None = None
@@ -151,6 +154,7 @@ class ClientSession:
             case ev.CommitOpened(server_round, updates):
                 return self._on_commit_opened(server_round, updates, now)
             case ev.CommitRefused(finding):
+                self._folding = False
                 return self._distrust_home(f"sent a bad commit: {finding}", now)
             case ev.Folded(head):
                 return self._on_folded(head)
@@ -182,6 +186,7 @@ class ClientSession:
         self._catching = None
         self._wanted = {}
         self._notices = {}
+        self._checkpoint = None
         self._newest = 0
         self._asked_after = None
         return self._choose_home(now)
@@ -238,6 +243,10 @@ class ClientSession:
                 self._newest = max(self._newest, server_round)
                 if self.head is None or server_round > self.head.server_round:
                     self._notices[server_round] = ref
+                return self._follow()
+            case CheckpointNotice(server_round=server_round):
+                self._newest = max(self._newest, server_round)
+                self._checkpoint = message
                 return self._follow()
             case ReceiptNotice(receipt=signed):
                 return self._on_receipt(signed)
@@ -301,6 +310,10 @@ class ClientSession:
     def _follow(self) -> list[fx.Effect]:
         if self.head is None or self._catching is not None or self._folding:
             return []
+        further = self._checkpoint
+        if further is not None and further.server_round > self.head.server_round:
+            self._catching = _Catching(further.server_round, checkpoint=further.checkpoint.bare())
+            return self._want(further.commit)
         following = self.head.server_round + 1
         ref = self._notices.get(following)
         if ref is None:
@@ -359,6 +372,8 @@ class ClientSession:
             return []
         if catching.server_round != server_round:
             return self._distrust_home(f"sent round {server_round} as round {catching.server_round}", now)
+        if catching.checkpoint is not None:
+            updates = (catching.checkpoint,)
         catching.missing = {ref.hash for ref in updates}
         return [effect for ref in {ref.hash: ref for ref in updates}.values() for effect in self._want(ref)]
 
@@ -369,6 +384,8 @@ class ClientSession:
         if self._training is not None:
             self._training = None
             effects.append(fx.AbandonTraining())
+        if catching.checkpoint is not None:
+            return [*effects, fx.TakeUp(catching.server_round, catching.checkpoint)]
         return [*effects, fx.Fold(catching.server_round)]
 
     def _take_head(self, head: Head) -> None:

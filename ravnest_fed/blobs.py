@@ -7,12 +7,16 @@ at any instruction it is there whole or not at all.
 import itertools
 import os
 import re
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from ravnest_fed.errors import LedgerError
 from ravnest_fed.facts import BlobRef
-from ravnest_fed.hashing import CHUNK_SIZE, blob_hash, chunk_hash, chunks
+from ravnest_fed.hashing import CHUNK_SIZE, blob_hash, blob_hash_of, chunk_hash, chunks
 from ravnest_fed.messages import CHUNK_LIST
 
 _BLOB_NAME = re.compile("[0-9a-f]{64}")
@@ -41,6 +45,15 @@ class BlobStore(Protocol):
     def put(self, data: bytes) -> BlobRef:
         """Keep `data`, durably where the store is durable."""
 
+    def put_pieces(self, pieces: Iterable[memoryview]) -> BlobRef:
+        """Keep the blob that `pieces` make together, durably where the store is durable; never whole in memory on disk."""
+
+    def view(self, blob: bytes) -> memoryview:
+        """The whole blob's bytes, mapped and not hashed. Raises LedgerError if it is not here."""
+
+    def sweep(self, named: set[bytes]) -> None:
+        """Remove every blob that is not `named` and was not put, finished or asked about since the sweep before."""
+
     def keep_chunk(self, ref: BlobRef, index: int, data: bytes) -> None:
         """Keep a verified chunk of a blob that is being fetched."""
 
@@ -60,8 +73,10 @@ class MemoryBlobs:
     def __init__(self) -> None:
         self._blobs: dict[bytes, bytes] = {}
         self._partial: dict[bytes, bytearray] = {}
+        self._touched: set[bytes] = set()
 
     def has(self, blob: bytes) -> bool:
+        self._touched.add(blob)
         return blob in self._blobs
 
     def read(self, blob: bytes) -> bytes:
@@ -82,7 +97,19 @@ class MemoryBlobs:
     def put(self, data: bytes) -> BlobRef:
         ref = BlobRef.of(data)
         self._blobs[ref.hash] = data
+        self._touched.add(ref.hash)
         return ref
+
+    def put_pieces(self, pieces: Iterable[memoryview]) -> BlobRef:
+        return self.put(b"".join(pieces)).bare()
+
+    def view(self, blob: bytes) -> memoryview:
+        return memoryview(self.read(blob))
+
+    def sweep(self, named: set[bytes]) -> None:
+        for blob in self._blobs.keys() - named - self._touched:
+            del self._blobs[blob]
+        self._touched.clear()
 
     def keep_chunk(self, ref: BlobRef, index: int, data: bytes) -> None:
         partial = self._partial.setdefault(ref.hash, bytearray(ref.length))
@@ -92,6 +119,7 @@ class MemoryBlobs:
         partial = self._partial.pop(ref.hash, None)
         if partial is not None:
             self._blobs[ref.hash] = bytes(partial)
+            self._touched.add(ref.hash)
 
     def discard(self, blob: bytes) -> None:
         self._partial.pop(blob, None)
@@ -110,6 +138,8 @@ class DiskBlobs:
         for leftover in folder.glob("*.part") if tidy else ():
             leftover.unlink()
         self._sizes: dict[bytes, int] = {}
+        self._touched: set[bytes] = set()
+        self._touching = threading.Lock()
         self._numbers = itertools.count()
         self._lists: dict[bytes, bytes] = {}
         for file in folder.iterdir():
@@ -118,7 +148,9 @@ class DiskBlobs:
                 self._sizes[bytes.fromhex(file.name)] = file.stat().st_size
 
     def has(self, blob: bytes) -> bool:
-        return blob in self._sizes
+        with self._touching:
+            self._touched.add(blob)
+            return blob in self._sizes
 
     def read(self, blob: bytes) -> bytes:
         try:
@@ -155,6 +187,37 @@ class DiskBlobs:
             self._publish(part, ref)
         return ref
 
+    def put_pieces(self, pieces: Iterable[memoryview]) -> BlobRef:
+        # Named before its hash is known; like every unfinished file it is removed at the next start.
+        part = self._folder / f"pieces.{next(self._numbers)}.part"
+        hashes, length = [], 0
+        with part.open("wb") as file:
+            for chunk in _rechunked(pieces):
+                hashes.append(chunk_hash(chunk))
+                length += len(chunk)
+                file.write(chunk)
+        ref = BlobRef(blob_hash_of(length, hashes), length)
+        if self.has(ref.hash):
+            part.unlink()
+        else:
+            self._publish(part, ref)
+        return ref
+
+    def view(self, blob: bytes) -> memoryview:
+        try:
+            return np.memmap(self._path(blob), np.uint8, "r").data
+        except (OSError, ValueError) as error:
+            raise BlobMissing(
+                f"blob {self._path(blob)} cannot be read ({error})", "copy it from another broker"
+            ) from None
+
+    def sweep(self, named: set[bytes]) -> None:
+        with self._touching:
+            unwanted = self._sizes.keys() - named - self._touched
+            self._touched.clear()
+            for blob in unwanted:
+                self.remove(blob)
+
     def keep_chunk(self, ref: BlobRef, index: int, data: bytes) -> None:
         part = self._part(ref.hash)
         with part.open("r+b" if part.exists() else "wb") as file:
@@ -175,7 +238,9 @@ class DiskBlobs:
             os.fsync(file.fileno())
         part.replace(self._path(ref.hash))
         sync_folder(self._folder)
-        self._sizes[ref.hash] = ref.length
+        with self._touching:
+            self._touched.add(ref.hash)
+            self._sizes[ref.hash] = ref.length
 
     def remove(self, blob: bytes) -> None:
         if self._sizes.pop(blob, None) is not None:
@@ -200,6 +265,21 @@ class DiskBlobs:
 
     def _part(self, blob: bytes) -> Path:
         return self._folder / f"{blob.hex()}.part"
+
+
+def _rechunked(pieces: Iterable[memoryview]) -> Iterator[bytes]:
+    """The same bytes, in whole chunks but for the last."""
+    waiting = bytearray()
+    empty = True
+    for piece in pieces:
+        for start in range(0, len(piece), CHUNK_SIZE):
+            waiting += piece[start : start + CHUNK_SIZE]
+            if len(waiting) >= CHUNK_SIZE:
+                yield bytes(waiting[:CHUNK_SIZE])
+                del waiting[:CHUNK_SIZE]
+                empty = False
+    if waiting or empty:
+        yield bytes(waiting)
 
 
 def sync_folder(folder: Path) -> None:

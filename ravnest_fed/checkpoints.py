@@ -1,77 +1,97 @@
-"""Models on disk: the initial model that a federation starts from, and the model that it exports, in safetensors.
+"""Checkpoints: the log folded up to a round, as one safetensors file that every broker writes alike.
 
-The initial file holds every tensor of the recipe's state dict, frozen ones included. NumPy reads the federated ones, so
-that a broker needs no torch; bfloat16, which NumPy lacks, is widened to float32 exactly.
+A checkpoint holds the whole replicated state, so a replica goes on from it as if it had folded every commit. It needs no
+signature of its own: the commit of its round, which a majority signed, names the hash of exactly that state.
 """
 
+import base64
 import json
-import os
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from ravnest_fed.blobs import sync_folder
-from ravnest_fed.errors import LedgerError, SchemaMismatch
-from ravnest_fed.parameters import ModelState, Schema
+from ravnest_fed.errors import RemoteProtocolError, SchemaMismatch, VerificationError
+from ravnest_fed.facts import Body, body_hash, decode, encode
+from ravnest_fed.federation import Federation
+from ravnest_fed.head import Head
+from ravnest_fed.model_files import fill, parse, tensor
+from ravnest_fed.parameters import Float32, Int64
+from ravnest_fed.replica import FoldedHashes, Replica
 
-MAX_HEADER_BYTES = 64 * 2**20
-_DTYPES = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U8": "u1",
-    "BOOL": "?",
-}
+FORMAT = "ravnest-fed checkpoint 1"
+OUTER = "outer_state."
 
 
-def read_model(path: Path, schema: Schema) -> ModelState:
-    """The federated values in the safetensors file `path`, in the layout of `schema`.
+def checkpoint_pieces(replica: Replica) -> Iterator[memoryview]:
+    """The bytes of the checkpoint of `replica`, in pieces: the same on every broker that stands at the same round.
 
-    Raises LedgerError for a damaged file and SchemaMismatch for a tensor that is missing or has another shape.
+    A safetensors file: the model's federated tensors by name (float32, counters int64), the outer optimiser's vectors
+    (float32, as `outer_state.NAME`), and in its metadata the head, with the counted table, the recorded norms, the
+    roster and the members.
     """
+    schema, federation, hashes = replica.schema, replica.federation, replica.hashes()
+    head = msgspec.structs.replace(replica.head, counted=dict(sorted(replica.head.counted.items())))
+    arrays: dict[str, Float32 | Int64] = {}
+    for spec in (*schema.counters, *schema.parameters, *schema.buffers):
+        arrays[spec.name] = replica.state.view(schema, spec.name)
+    for name, vector in replica.outer_state.items():
+        arrays[OUTER + name] = vector
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "federation": federation.fingerprint.hex(),
+            "recipe": federation.federation.recipe,
+            "recipe_hash": federation.federation.recipe_hash,
+            "server_round": str(head.server_round),
+            "model_hash": hashes.model_hash.hex(),
+            "state_hash": hashes.state_hash.hex(),
+            "head": base64.b64encode(encode(head)).decode(),
+        }
+    }
+    offset = 0
+    for name, array in arrays.items():
+        dtype = "I64" if array.dtype == np.int64 else "F32"
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for array in arrays.values():
+        little = np.ascontiguousarray(array).reshape(-1)
+        if little.size:
+            yield little.astype(little.dtype.newbyteorder("<"), copy=False).data.cast("B")
+
+
+def read_checkpoint(data: memoryview, federation: Federation, commit: bytes) -> Replica:
+    """The replica in the checkpoint `data` of the round that the body `commit` (its bytes) decided.
+
+    Raises VerificationError unless the whole replicated state in it is the one whose hash that body names. So a checkpoint
+    needs no other proof than the votes for its round.
+    """
+    body = decode(Body, commit)
+    where = f"the checkpoint of round {body.server_round}"
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 2 <= size <= MAX_HEADER_BYTES:
-                raise ValueError("its header has an impossible length")
-            header: dict[str, Any] = json.loads(file.read(size))
-        data = np.memmap(path, np.uint8, "r", offset=8 + size)
-        return _fill(header, data, schema, path)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise LedgerError(f"model file {path} cannot be read: {error}", "copy the whole folder again") from None
-
-
-def _fill(header: dict[str, Any], data: "np.ndarray[Any, Any]", schema: Schema, path: Path) -> ModelState:
-    state = ModelState.zeros(schema)
-    for name, (kind, _, spec) in schema.offsets.items():
-        entry = header.get(name)
-        if entry is None:
-            raise SchemaMismatch(f"{path} holds no tensor {name}", "use weights of the recipe's model")
-        if tuple(entry["shape"]) != spec.shape:
-            raise SchemaMismatch(f"{path}: {name} has the shape {entry['shape']}, the schema {list(spec.shape)}")
-        start, stop = entry["data_offsets"]
-        raw = np.frombuffer(bytes(data[start:stop]), _DTYPES[entry["dtype"]])
-        if raw.size != spec.count:
-            raise ValueError(f"tensor {name} has {raw.size} values, not {spec.count}")
-        if entry["dtype"] == "BF16":
-            raw = (raw.astype("<u4") << 16).view("<f4")
-        target = state.view(schema, name)
-        target[...] = raw.reshape(spec.shape).astype(np.int64 if kind == "counters" else np.float32)
-    return state
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write `data` to `path`: under a temporary name, fsynced, renamed, its directory fsynced."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    sync_folder(path.parent)
+        header, values = parse(np.frombuffer(data, np.uint8))
+        metadata = header["__metadata__"]
+        if metadata["format"] != FORMAT or metadata["federation"] != federation.fingerprint.hex():
+            raise VerificationError(f"{where} is of another federation or format")
+        head = decode(Head, base64.b64decode(metadata["head"], validate=True))
+        state = fill(header, values, federation.schema, where)
+        replica = Replica(federation, state)
+        for name, vector in replica.outer_state.items():
+            vector[...] = tensor(header[OUTER + name], values)
+    except (ValueError, KeyError, TypeError, RecursionError, SchemaMismatch, RemoteProtocolError) as error:
+        raise VerificationError(f"{where} cannot be read: {error}", "copy it from another broker") from None
+    replica.head = head
+    hashes = replica.hashes()
+    clients = tuple(one.client for one in body.counted)
+    if (
+        hashes != FoldedHashes(body.model_hash, body.state_hash)
+        or head.commit_hash != body_hash(commit)
+        or head.model_hash != body.model_hash
+        or head.last_clients != clients
+    ):
+        raise VerificationError(f"{where} holds another state than a majority signed", "copy it from another broker")
+    return replica

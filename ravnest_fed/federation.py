@@ -87,6 +87,14 @@ class Stop(_Table, frozen=True, kw_only=True):
     at_most: float | None = None
 
 
+class Checkpoints(_Table, frozen=True, kw_only=True):
+    """How often the log is folded into a checkpoint (rounds; 0: never), and how many of them stay, with the log from the
+    oldest of them on."""
+
+    checkpoint_every: int = 50
+    keep: int = 2
+
+
 class Limits(_Table, frozen=True, kw_only=True):
     """Bounds that admission enforces."""
 
@@ -142,6 +150,7 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
     rounds: Rounds = Rounds()
     stop: Stop = Stop()
     limits: Limits = Limits()
+    checkpoints: Checkpoints = Checkpoints()
     operator: OperatorEntry
     brokers: tuple[BrokerEntry, ...]
     members: tuple[MemberEntry, ...] = ()
@@ -264,6 +273,7 @@ def known_settings() -> tuple[str, ...]:
         "rounds": Rounds,
         "stop": Stop,
         "limits": Limits,
+        "checkpoints": Checkpoints,
     }
     chosen = ("federation.name", "federation.seed", "federation.topology", "schema.shard_size")
     return (*chosen, *(f"{group}.{key}" for group, kind in groups.items() for key in kind.__struct_fields__))
@@ -341,6 +351,10 @@ def check(federation: Federation, where: str) -> None:
         refuse(
             "stop.metric", "needs a bound, and a bound a metric", "set stop.metric and stop.at_least or stop.at_most"
         )
+    if not 0 <= federation.checkpoints.checkpoint_every <= 2**31:
+        refuse("checkpoints.checkpoint_every", "is out of range", "use a number of rounds, or 0 for no checkpoints")
+    if not 1 <= federation.checkpoints.keep <= 1000:
+        refuse("checkpoints.keep", f"is {federation.checkpoints.keep}", "use 1 to 1000; 2 survive a damaged file")
     if stop.rounds < 0:
         refuse("stop.rounds", f"is {stop.rounds}", "use 0 for no limit")
     _check_nodes(federation, refuse)

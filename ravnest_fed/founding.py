@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from ravnest_fed.checkpoints import write_durably
 from ravnest_fed.errors import SchemaMismatch, UsageError
 from ravnest_fed.federation import FILE_NAME, FORMAT, INITIAL_MODEL, Federation, from_tables, with_settings
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import link_for
+from ravnest_fed.model_files import write_durably
 from ravnest_fed.parameters import default_shard_size, padded
 from ravnest_fed.recipe import LoadedRecipe
 from ravnest_fed.replica import model_hash

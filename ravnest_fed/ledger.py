@@ -1,11 +1,13 @@
 """A broker's durable memory: the chain of commits, its promises and votes, and what it admitted for the open round.
 
+The chain begins after round 0, or with the commit of the oldest checkpoint, whose state a majority's votes prove.
+
 SQLite with a write-ahead log and full synchronisation: when a method returns, what it wrote survives a power cut. Blobs
 lie beside it as files. One thread at a time.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +20,15 @@ from ravnest_fed.identity import Signed
 from ravnest_fed.messages import RoundRow
 
 FILE_NAME = "ledger.db"
+MOST_ROWS = 10_000
+"""How many of the last rounds a ledger can tell people about, also those whose commits are consolidated."""
 _TABLES = """
 create table if not exists meta (key text primary key, value blob not null) strict;
 create table if not exists commits (
-    server_round integer primary key, body_hash blob not null, record blob not null, row blob not null) strict;
+    server_round integer primary key, body_hash blob not null, record blob not null) strict;
+create table if not exists rounds (server_round integer primary key, row blob not null) strict;
+create table if not exists checkpoints (
+    server_round integer primary key, blob blob not null, length integer not null) strict;
 create table if not exists promises (server_round integer primary key, view integer not null) strict;
 create table if not exists votes (server_round integer primary key, view integer not null, body blob not null) strict;
 create table if not exists contributions (
@@ -110,9 +117,9 @@ class Ledger:
     def commits(self, after: int = 0) -> Iterator[tuple[Commit, Body]]:
         """Commits in order, from the one after round `after`. Raises LedgerError at a gap or a damaged record."""
         for server_round in range(after + 1, self.last_round() + 1):
-            yield self._checked(server_round)
+            yield self.checked(server_round)
 
-    def _checked(self, server_round: int) -> tuple[Commit, Body]:
+    def checked(self, server_round: int) -> tuple[Commit, Body]:
         """The commit of a round, as whole and as the one it was when it was written."""
         where, remedy = f"{self.path}: round {server_round}", "copy the ledger of another broker"
         try:
@@ -134,25 +141,75 @@ class Ledger:
         server_round = row.server_round
         with self._transaction():
             self._db.execute(
-                "insert or ignore into commits values (?, ?, ?, ?)",
-                (server_round, body_hash(commit.body), encode(commit), encode(row)),
+                "insert or ignore into commits values (?, ?, ?)",
+                (server_round, body_hash(commit.body), encode(commit)),
             )
+            self._db.execute("insert or replace into rounds values (?, ?)", (server_round, encode(row)))
+            self._db.execute("delete from rounds where server_round <= ?", (server_round - MOST_ROWS,))
             self._db.execute("delete from promises where server_round <= ?", (server_round,))
             self._db.execute("delete from votes where server_round <= ?", (server_round,))
 
     def save_bytes_down(self, server_round: int, size: int) -> None:
         """Fill in what this broker's clients fetched of a round, known only after the round."""
-        found = self._db.execute("select row from commits where server_round = ?", (server_round,)).fetchone()
+        found = self._db.execute("select row from rounds where server_round = ?", (server_round,)).fetchone()
         if found:
             row = msgspec.structs.replace(decode(RoundRow, found[0]), bytes_down=size)
-            self._db.execute("update commits set row = ? where server_round = ?", (encode(row), server_round))
+            self._db.execute("update rounds set row = ? where server_round = ?", (encode(row), server_round))
 
     def rows(self, after: int, most: int = 256) -> tuple[RoundRow, ...]:
         """What this broker saw of the rounds after `after`."""
         found = self._db.execute(
-            "select row from commits where server_round > ? order by server_round limit ?", (after, most)
+            "select row from rounds where server_round > ? order by server_round limit ?", (after, most)
         )
         return tuple(decode(RoundRow, row[0]) for row in found)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[tuple[int, BlobRef]]:
+        """The checkpoints that stay, oldest first: each with its round, whose commit stays with it."""
+        found = self._db.execute("select server_round, blob, length from checkpoints order by server_round")
+        return [(row[0], BlobRef(row[1], row[2])) for row in found]
+
+    def save_checkpoint(self, server_round: int, ref: BlobRef, keep: int) -> None:
+        """Take the checkpoint of a round whose blob is durable into the ledger; the last `keep` stay, and what is older goes.
+
+        Blobs that nothing names any more are left to `sweep`.
+        """
+        with self._transaction():
+            self._db.execute(
+                "insert or replace into checkpoints values (?, ?, ?)", (server_round, ref.hash, ref.length)
+            )
+            self._forget_before_checkpoints(keep)
+
+    def adopt_checkpoint(self, commit: Commit, server_round: int, ref: BlobRef) -> None:
+        """Go on from another broker's checkpoint: its commit and blob stand for all that this ledger held before."""
+        with self._transaction():
+            self._db.execute(
+                "insert or replace into commits values (?, ?, ?)",
+                (server_round, body_hash(commit.body), encode(commit)),
+            )
+            self._db.execute(
+                "insert or replace into checkpoints values (?, ?, ?)", (server_round, ref.hash, ref.length)
+            )
+            self._db.execute("delete from promises where server_round <= ?", (server_round,))
+            self._db.execute("delete from votes where server_round <= ?", (server_round,))
+            self._forget_before_checkpoints(1)
+
+    def _forget_before_checkpoints(self, keep: int) -> None:
+        rows = self._db.execute("select server_round from checkpoints order by server_round desc").fetchmany(keep)
+        oldest = rows[-1][0]
+        for table in ("checkpoints", "commits", "evaluations"):
+            self._db.execute(f"delete from {table} where server_round < ?", (oldest,))
+        self._db.execute("delete from equivocations where base_round < ?", (oldest,))
+
+    def sweep(self, also: Iterable[BlobRef]) -> None:
+        """Remove the blobs that neither the chain, a checkpoint, a vote nor `also` names, and that lie idle."""
+        named = {ref.hash for ref in also} | {ref.hash for _, ref in self.checkpoints()}
+        for row in self._db.execute("select record from commits"):
+            named |= _blobs_of(decode(Commit, row[0]).body)
+        for row in self._db.execute("select body from votes"):
+            named |= _blobs_of(row[0])
+        self.blobs.sweep(named)
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -238,3 +295,8 @@ class Ledger:
     def _transaction(self) -> sqlite3.Connection:
         self._db.execute("begin")
         return self._db
+
+
+def _blobs_of(raw: bytes) -> set[bytes]:
+    body = decode(Body, raw)
+    return {body.evidence.hash, *(ref.hash for ref in body.updates)}

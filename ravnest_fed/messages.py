@@ -163,6 +163,14 @@ class CommitNotice(_Message, frozen=True):
     commit: BlobRef
 
 
+class CheckpointNotice(_Message, frozen=True):
+    """A checkpoint to fetch, and the commit of its round, whose votes prove it."""
+
+    server_round: int
+    commit: BlobRef
+    checkpoint: BlobRef
+
+
 class Goodbye(_Message, frozen=True):
     """The sender leaves, on purpose."""
 
@@ -220,7 +228,8 @@ class Status(_Message, frozen=True):
 class PeerHello(_Message, frozen=True):
     """A broker's greeting to another, and its heartbeat.
 
-    `known` is a digest of what it knows of the open round's contributions, so that the other can see that it missed some.
+    `known` is a digest of what it knows of the open round's contributions, so that the other can see that it missed some;
+    `checkpoint` is the blob hash of its newest checkpoint (round 0: none), which is the same on every broker.
     """
 
     protocol: int
@@ -228,6 +237,8 @@ class PeerHello(_Message, frozen=True):
     node_id: str
     server_round: int
     known: bytes = b""
+    checkpoint_round: int = 0
+    checkpoint: bytes = b""
 
 
 class Presence(_Message, frozen=True):
@@ -319,7 +330,18 @@ ToBroker = (
     Hello | Ready | Offer | Skip | EvaluationNotice | CommitsRequest | Goodbye | StatusRequest | Want | Chunk | Absent
 )
 ToClient = (
-    Welcome | Refused | OrderNotice | Waiting | ReceiptNotice | CommitNotice | Goodbye | Status | Want | Chunk | Absent
+    Welcome
+    | Refused
+    | OrderNotice
+    | Waiting
+    | ReceiptNotice
+    | CommitNotice
+    | CheckpointNotice
+    | Goodbye
+    | Status
+    | Want
+    | Chunk
+    | Absent
 )
 ToPeer = (
     PeerHello
@@ -336,6 +358,7 @@ ToPeer = (
     | VoteNotice
     | CommitsRequest
     | CommitNotice
+    | CheckpointNotice
     | EvaluationNotice
     | Goodbye
     | Want

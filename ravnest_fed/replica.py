@@ -7,13 +7,13 @@ second copy of the state is needed; folding then repeats the same steps in place
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from ravnest_fed import codecs
 from ravnest_fed.aggregation import outer
 from ravnest_fed.aggregation.reduce import BUFFER_CODEC
-from ravnest_fed.blobs import BlobStore
 from ravnest_fed.codecs.counters import decode_counters
 from ravnest_fed.errors import LedgerError, PayloadError
 from ravnest_fed.facts import Body, encode
@@ -26,7 +26,11 @@ ReadUpdate = Callable[[int], bytes]
 """Gives the encoded update of a shard by its index."""
 
 
-def updates_of(body: Body, store: BlobStore) -> ReadUpdate:
+class _Readable(Protocol):
+    def read(self, blob: bytes) -> bytes: ...
+
+
+def updates_of(body: Body, store: _Readable) -> ReadUpdate:
     """Reads the encoded update of `body` from `store`."""
     return lambda shard: store.read(body.updates[shard].hash)
 
@@ -63,6 +67,28 @@ class Replica:
         self._minima = self._buffer_minima()
         self.head: Head = initial_head(federation, model_hash(self.schema, initial))
 
+    @classmethod
+    def at(cls, federation: Federation, state: ModelState, outer_state: dict[str, Float32], head: Head) -> "Replica":
+        """The replica that stands at `head` with these vectors, as a checkpoint kept them."""
+        replica = cls(federation, state)
+        replica.outer_state, replica.head = outer_state, head
+        return replica
+
+    def take(self, other: "Replica") -> None:
+        """Stand where `other` stands; its vectors are taken, not copied."""
+        self.state, self.outer_state, self.head = other.state, other.outer_state, other.head
+
+    def hashes(self) -> FoldedHashes:
+        """The hashes of the model and of the whole replicated state as they stand."""
+        leaves = [_leaf(self.state.shard(shard)) for shard in self.schema.shards]
+        outer_leaves = [
+            _leaf(vector[shard.start : shard.stop])
+            for shard in self.schema.shards
+            if shard.kind == "parameters"
+            for vector in self.outer_state.values()
+        ]
+        return self._combined(leaves, outer_leaves, self.head)
+
     def preview(self, body: Body, raw: bytes, read_update: ReadUpdate) -> FoldedHashes:
         """The hashes that folding `body` would give; nothing is kept. Raises PayloadError for a damaged update."""
         return self._walk(body, raw, read_update, keep=False)
@@ -85,8 +111,10 @@ class Replica:
             values, vectors = self._folded(shard, read_update(shard.index), keep)
             leaves.append(_leaf(values))
             outer_leaves += [_leaf(vector) for vector in vectors]
+        return self._combined(leaves, outer_leaves, self.head.after(body, raw, self.federation.strategy.norm_history))
+
+    def _combined(self, leaves: list[bytes], outer_leaves: list[bytes], after: Head) -> FoldedHashes:
         model = merkle_root("model", leaves)
-        after = self.head.after(body, raw, self.federation.strategy.norm_history)
         facts = encode((model, merkle_root("outer", outer_leaves), after.digest(self.federation)))
         return FoldedHashes(model, digest("state", facts))
 
@@ -102,15 +130,28 @@ class Replica:
             start = shard.start - self.schema.parameter_stop
             minima = self._minima[start : start + shard.count]
             outer.fold_buffers(values, BUFFER_CODEC.decode(payload, shard.count), minima)
+            self._clear_padding(shard, values)
             return values, []
         update = codecs.get(self.federation.codecs.down).decode(payload, shard.count)
         vectors = [vector[shard.start : shard.stop] for vector in self.outer_state.values()]
         if not keep:
             vectors = [vector.copy() for vector in vectors]
         self._outer.step(values, update, tuple(vectors))
+        self._clear_padding(shard, values, *vectors)
         if not np.isfinite(values).all():
             raise PayloadError(f"the update of shard {shard.index} makes parameters that are not finite")
         return values, vectors
+
+    def _clear_padding(self, shard: Shard, *vectors: Float32) -> None:
+        """What stands behind the last tensor belongs to no tensor, and stays zero whatever an update says there."""
+        schema = self.schema
+        if shard.kind == "parameters":
+            used = schema.parameter_count - shard.start
+        else:
+            used = schema.parameter_stop + sum(spec.count for spec in schema.buffers) - shard.start
+        if used < shard.count:
+            for vector in vectors:
+                vector[max(used, 0) :] = 0.0
 
     def _buffer_minima(self) -> Float32:
         minima = np.full(self.schema.vector_size - self.schema.parameter_stop, -np.inf, np.float32)

@@ -13,6 +13,7 @@ import numpy as np
 
 from brokers import effects as fx
 from brokers import events as ev
+from brokers.consolidation import Consolidation
 from brokers.core import BrokerCore
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
@@ -145,6 +146,7 @@ class JoinedBroker:
             [],
             {},
             (nothing, nothing),
+            Consolidation(federation.checkpoints, [], {}),
             self.joined.now,
         )
         self.alive = True

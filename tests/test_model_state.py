@@ -8,8 +8,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ravnest_fed.checkpoints import read_model
 from ravnest_fed.errors import RecipeError, SchemaMismatch
+from ravnest_fed.model_files import read_model
 from ravnest_fed.model_state import (
     delta_between,
     export_state_dict,

@@ -10,7 +10,7 @@ from ravnest_fed.errors import LedgerError
 from ravnest_fed.facts import encode
 from ravnest_fed.federation import Federation
 from ravnest_fed.ledger import Ledger
-from ravnest_fed.verification import replay
+from ravnest_fed.verification import prove
 from tests.tiny_federation import cluster_of, found_tiny, said, until
 
 pytestmark = pytest.mark.processes
@@ -20,7 +20,7 @@ LIMIT = 60.0
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Three brokers and two clients at work."""
-    founded = found_tiny(tmp_path, brokers=3, clients=2, min_contributions=2, grace_seconds=0.5)
+    founded = found_tiny(tmp_path, brokers=3, clients=2, min_contributions=2, grace_seconds=0.5, checkpoint_every=0)
     with cluster_of(founded) as cluster:
         cluster.start()
         until(lambda: min(rounds(cluster).values()) >= 3, "three rounds are committed", LIMIT)
@@ -65,7 +65,7 @@ def test_all_brokers_are_killed_and_restarted_while_clients_run(cluster: Cluster
     common = min(rounds(cluster).values())
     bodies = {encode(commits(cluster, name, common)) for name in before}
     assert len(bodies) == 1
-    replay(cluster.founded.folder / "brokers" / "b2", check=True)
+    prove(cluster.founded.folder / "brokers" / "b2")
 
 
 @pytest.mark.parametrize("victim", ["b1", "b2", "b3"])
@@ -97,3 +97,27 @@ def test_a_broker_whose_ledger_was_emptied_does_not_vote_again(cluster: Cluster)
     until(lambda: not node.alive, "b3 refuses to start", LIMIT)
     assert node.process.returncode == 13
     assert "the votes of this broker are lost" in node.last_words()
+
+
+def test_who_is_far_behind_takes_up_a_checkpoint_and_the_ledgers_stay_short(tmp_path: Path) -> None:
+    settings = {"min_contributions": 2, "grace_seconds": 0.5, "checkpoint_every": 2, "keep": 1}
+    founded = found_tiny(tmp_path, brokers=3, clients=3, **settings)
+    with cluster_of(founded) as cluster:
+        for name in ("b1", "b2", "b3"):
+            cluster.start_broker(name)
+        for name in ("c1", "c2"):
+            cluster.start_client(name)
+        until(lambda: min(rounds(cluster).values()) >= 1, "a round is committed", LIMIT)
+        cluster.kill("b3")
+        until(lambda: rounds(cluster)["b1"] >= rounds(cluster)["b3"] + 8, "two brokers go on", LIMIT)
+        cluster.start_broker("b3")
+        cluster.start_client("c3")
+        until(lambda: said(cluster.brokers["b3"], "checkpoint taken up"), "b3 takes up a checkpoint", LIMIT)
+        until(lambda: said(cluster.clients["c3"], "contribution taken"), "a late client takes part", LIMIT)
+        until(lambda: rounds(cluster)["b3"] >= rounds(cluster)["b1"] > 9, "b3 is at the head", LIMIT)
+    for folder in founded.broker_folders:
+        proven = prove(folder)
+        assert proven.began > 0
+        assert proven.replica.head.server_round - proven.began <= 3
+        # At most two periods of rounds lie there: each has evidence and a few shards.
+        assert len(list((folder / "blobs").iterdir())) < 60

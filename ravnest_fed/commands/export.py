@@ -8,7 +8,7 @@ from ravnest_fed.commands.failing import failing_cleanly
 from ravnest_fed.commands.options import debug_option, folder_argument
 from ravnest_fed.errors import UsageError
 from ravnest_fed.federation import INITIAL_MODEL
-from ravnest_fed.verification import furthest, replay
+from ravnest_fed.verification import furthest, newest
 
 
 @click.command()
@@ -20,13 +20,13 @@ def export(folder: Path, out: Path, debug: bool) -> None:
     """Write the newest model of the ledgers in FOLDER as safetensors, for the recipe's model().load_state_dict."""
     import safetensors.torch
 
-    from ravnest_fed.checkpoints import write_durably
+    from ravnest_fed.model_files import write_durably
     from ravnest_fed.model_state import export_state_dict
 
     if not out.parent.is_dir():
         raise UsageError(f"there is no directory {out.parent}", "make it first")
     source = furthest(folder)
-    replica = replay(source, check=False)
+    replica = newest(source)
     initial = safetensors.torch.load_file(source / INITIAL_MODEL)
     tensors = export_state_dict(replica.schema, replica.state, initial)
     metadata = {

@@ -5,15 +5,18 @@ from dataclasses import dataclass, field
 
 from brokers import effects as fx
 from brokers import events as ev
+from brokers.consolidation import Consolidation, update_bytes
 from brokers.core import BrokerCore
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
+from ravnest_fed.checkpoints import read_checkpoint
 from ravnest_fed.errors import LedgerError
 from ravnest_fed.facts import BlobRef, Body, Commit, decode, encode, signed_hash
+from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import Admitted, VoteRecord
-from ravnest_fed.messages import CommitNotice, Message, VoteNotice
+from ravnest_fed.messages import CheckpointNotice, CommitNotice, Message, VoteNotice
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.replica import Replica, updates_of
 from tests.simulation.invariants import Invariants
@@ -27,6 +30,8 @@ DURABLE = (
     fx.SaveEquivocation,
     fx.SaveEvaluation,
     fx.SaveCommit,
+    fx.SaveCheckpoint,
+    fx.SaveAdopted,
 )
 WELCOME = (BlobRef.of(b"federation file"), BlobRef.of(b"initial model"))
 
@@ -43,6 +48,7 @@ class Disk:
     admitted: dict[bytes, tuple[int, Admitted]] = field(default_factory=dict)
     evaluations: dict[tuple[int, str], Signed] = field(default_factory=dict)
     highest: dict[str, int] = field(default_factory=dict)
+    checkpoints: dict[int, BlobRef] = field(default_factory=dict)
 
     def record(self, server_round: int) -> VoteRecord:
         """What was promised and voted in a round."""
@@ -65,6 +71,46 @@ class Disk:
                 self.evaluations[(server_round, client)] = signed
             case fx.SaveCommit(commit, body):
                 self.commits[body.server_round] = commit
+            case fx.SaveCheckpoint(server_round, ref, keep):
+                self.checkpoints[server_round] = ref
+                self._forget_before(sorted(self.checkpoints)[-keep:][0])
+            case fx.SaveAdopted(commit, server_round, ref):
+                self.commits[server_round] = commit
+                self.checkpoints[server_round] = ref
+                self._forget_before(server_round)
+
+    def _forget_before(self, oldest: int) -> None:
+        self.checkpoints = {number: ref for number, ref in self.checkpoints.items() if number >= oldest}
+        self.commits = {number: commit for number, commit in self.commits.items() if number >= oldest}
+        bodies = [decode(Body, commit.body) for commit in self.commits.values()]
+        bodies += [decode(Body, body) for _, body in self.votes.values()]
+        named = {ref.hash for body in bodies for ref in (body.evidence, *body.updates)}
+        self.blobs.sweep(named | {ref.hash for ref in self.checkpoints.values()})
+
+    def holds(self, server_round: int) -> bool:
+        """Whether a committed round is here, as a commit or within a checkpoint."""
+        return server_round in self.commits or server_round <= max(self.checkpoints, default=0)
+
+    def restore(self, federation: Federation, initial: ModelState) -> Replica:
+        """The replica that this disk gives."""
+        newest = max(self.checkpoints, default=0)
+        if newest:
+            view = self.blobs.view(self.checkpoints[newest].hash)
+            replica = read_checkpoint(view, federation, self.commits[newest].body)
+        else:
+            replica = Replica(federation, ModelState(initial.vector.copy(), initial.counters.copy()))
+        for server_round in sorted(number for number in self.commits if number > newest):
+            commit = self.commits[server_round]
+            body = decode(Body, commit.body)
+            replica.fold(body, commit.body, updates_of(body, self.blobs))
+        return replica
+
+    def consolidation(self, federation: Federation) -> Consolidation:
+        """What a broker on this disk can offer to others."""
+        oldest = min(self.checkpoints, default=0)
+        bodies = [decode(Body, commit.body) for number, commit in self.commits.items() if number > oldest]
+        sizes = {body.server_round: update_bytes(body) for body in bodies}
+        return Consolidation(federation.checkpoints, sorted(self.checkpoints.items()), sizes)
 
 
 class SimulatedBroker:
@@ -99,10 +145,7 @@ class SimulatedBroker:
         self.alive = True
         self._queue: deque[fx.Effect] = deque()
         self._writing = False
-        state = ModelState(world.initial.vector.copy(), world.initial.counters.copy())
-        self.replica = Replica(world.federation, state)
-        for server_round in sorted(self.disk.commits):
-            self._fold(self.disk.commits[server_round])
+        self.replica = self.disk.restore(world.federation, world.initial)
         self.bench = self.bench_class(world.federation, self.replica, self.disk.blobs, self.disk.spool)
         self.memory = MemoryBlobs()
         head = self.replica.head
@@ -115,6 +158,7 @@ class SimulatedBroker:
             [one for (at, _), one in self.disk.evaluations.items() if at == head.server_round],
             dict(self.disk.highest),
             WELCOME,
+            self.disk.consolidation(world.federation),
             self.clock(),
         )
         world.note(self.name, f"starts at round {head.server_round}")
@@ -194,6 +238,16 @@ class SimulatedBroker:
                 self.deliver_to_client(session, message)
             case fx.SendCommits(to, peer, after):
                 self._send_commits(to, peer, after)
+            case fx.SendCheckpoint(to, peer, server_round, ref):
+                self._send_checkpoint(to, peer, server_round, ref)
+            case fx.WriteCheckpoint():
+                written = self.bench.write_checkpoint(effect)
+                self._later(0.003, lambda: self.handle(written))
+            case fx.Adopt():
+                self._later(0.003, lambda: self.handle(self.bench.adopt(effect)))
+            case fx.TakeUp():
+                self.bench.take_up(effect)
+                self.invariants.folded(self, self.replica.head)
             case fx.Fetch():
                 self._later(self.world.latency() * 2, lambda: self._fetch(effect))
             case fx.Cache(blob):
@@ -239,6 +293,8 @@ class SimulatedBroker:
 
     def _send_commits(self, to: str, peer: bool, after: int) -> None:
         for server_round in range(after + 1, min(after + 16, max(self.disk.commits, default=0)) + 1):
+            if server_round not in self.disk.commits:
+                return
             record = pack(encode(self.disk.commits[server_round]))
             self.memory.put(record)
             notice = CommitNotice(server_round, BlobRef.of(record))
@@ -246,6 +302,17 @@ class SimulatedBroker:
                 self._send_peer(to, notice)
             else:
                 self.deliver_to_client(to, notice)
+
+    def _send_checkpoint(self, to: str, peer: bool, server_round: int, ref: BlobRef) -> None:
+        if server_round not in self.disk.commits:
+            return
+        record = pack(encode(self.disk.commits[server_round]))
+        self.memory.put(record)
+        notice = CheckpointNotice(server_round, BlobRef.of(record), ref)
+        if peer:
+            self._send_peer(to, notice)
+        else:
+            self.deliver_to_client(to, notice)
 
     def _reduced(self, effect: fx.Reduce) -> None:
         event = self.bench.reduce(effect)

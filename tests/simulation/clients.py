@@ -8,6 +8,7 @@ from clients import effects as fx
 from clients import events as ev
 from clients.session import ClientSession
 from ravnest_fed.blobs import MemoryBlobs
+from ravnest_fed.checkpoints import read_checkpoint
 from ravnest_fed.decree import check_votes, open_commit
 from ravnest_fed.encoding import encode_delta
 from ravnest_fed.errors import RavnestError
@@ -111,6 +112,8 @@ class SimulatedClient:
                 self._later(0.001, lambda: self._open(ref.hash))
             case fx.Fold(server_round):
                 self._later(0.002, lambda: self._fold(server_round))
+            case fx.TakeUp(server_round, ref):
+                self._later(0.002, lambda: self._take_up(server_round, ref.hash))
             case fx.Evaluate(server_round):
                 self._later(0.002, lambda: self.handle(ev.Evaluated(server_round, {"loss": 1.0}, 10)))
             case fx.Train(order):
@@ -172,6 +175,17 @@ class SimulatedClient:
         assert self.replica is not None
         commit, body = self._commits.pop(server_round)
         self.replica.fold(body, commit.body, updates_of(body, self.fetched))
+        self.models[server_round] = self.replica.head.model_hash
+        self.handle(ev.Folded(self.replica.head))
+
+    def _take_up(self, server_round: int, blob: bytes) -> None:
+        assert self.replica is not None
+        commit, _ = self._commits.pop(server_round)
+        try:
+            self.replica.take(read_checkpoint(self.fetched.view(blob), self.world.federation, commit.body))
+        except RavnestError as error:
+            self.handle(ev.CommitRefused(str(error)))
+            return
         self.models[server_round] = self.replica.head.model_hash
         self.handle(ev.Folded(self.replica.head))
 

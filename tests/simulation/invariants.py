@@ -7,7 +7,7 @@ from ravnest_fed.facts import Body, Commit, Manifest, Receipt, Vote, body_hash, 
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
-from ravnest_fed.messages import CommitNotice, Message, Promise, ReceiptNotice, VoteNotice
+from ravnest_fed.messages import CheckpointNotice, CommitNotice, Message, Promise, ReceiptNotice, VoteNotice
 
 if TYPE_CHECKING:
     from tests.simulation.brokers import SimulatedBroker
@@ -62,8 +62,10 @@ class Invariants:
             self._vote_is_durable(broker, message.vote)
         elif isinstance(message, Promise):
             held = disk.record(message.server_round).promised
-            if message.server_round not in disk.commits and held < message.view:
+            if not disk.holds(message.server_round) and held < message.view:
                 raise InvariantBroken(f"{broker.name} said a promise of view {message.view} that is not on its disk")
+        elif isinstance(message, CheckpointNotice) and message.server_round not in disk.checkpoints:
+            raise InvariantBroken(f"{broker.name} offered a checkpoint that is not on its disk")
         elif isinstance(message, CommitNotice) and message.server_round not in disk.commits:
             raise InvariantBroken(f"{broker.name} announced a commit that is not on its disk")
 
@@ -83,7 +85,7 @@ class Invariants:
                 raise InvariantBroken(f"round {server_round} was committed and is on no disk")
 
     def _holders(self, server_round: int) -> list[str]:
-        return [broker.name for broker in self.brokers if server_round in broker.disk.commits]
+        return [broker.name for broker in self.brokers if broker.disk.holds(server_round)]
 
     def _voters(self, server_round: int, body: bytes) -> list[str]:
         held = [(broker.name, broker.disk.votes.get(server_round)) for broker in self.brokers]
@@ -92,7 +94,7 @@ class Invariants:
     def _vote_is_durable(self, broker: "SimulatedBroker", signed: Signed) -> None:
         vote = decode(Vote, signed.payload)
         held = broker.disk.votes.get(vote.server_round)
-        if vote.server_round in broker.disk.commits:
+        if broker.disk.holds(vote.server_round):
             return
         if held is None or held[0] < vote.view or (held[0] == vote.view and body_hash(held[1]) != vote.body_hash):
             raise InvariantBroken(f"{broker.name} said a vote in view {vote.view} that is not on its disk")
@@ -103,5 +105,5 @@ class Invariants:
             broker = by_id[signed.node_id]
             if broker.disk_lost:
                 continue
-            if body.server_round not in broker.disk.commits and body.server_round not in broker.disk.votes:
+            if not broker.disk.holds(body.server_round) and body.server_round not in broker.disk.votes:
                 raise InvariantBroken(f"{broker.name} voted for round {body.server_round} and its disk does not know")

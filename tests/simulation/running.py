@@ -16,7 +16,7 @@ PEACE_SECONDS = 400.0
 ROUNDS_IN_PEACE = 3
 LINK_SECONDS = 0.4
 SILENCE_SECONDS = 3.0
-_FEDERATIONS: dict[tuple[int, int], object] = {}
+_FEDERATIONS: dict[tuple[int, int, tuple[int, int]], object] = {}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Run:
     def __post_init__(self) -> None:
         source = random.Random(self.seed)
         size = source.choice([(3, 3), (3, 4), (3, 2), (1, 2), (5, 3), (2, 2)])
-        federation, initial = _federation(*size)
+        federation, initial = _federation(*size, source.choice([(0, 1), (1, 1), (2, 1), (3, 2)]))
         self.world = World(federation, initial, source, trace=[] if self.traced else None)
         self.invariants = Invariants(federation)
         names = [broker.name for broker in federation.brokers]
@@ -251,10 +251,12 @@ class Run:
         self.world.after(seconds, lambda: self.world.cut.difference_update(pairs))
 
 
-def _federation(brokers: int, clients: int):  # type: ignore[no-untyped-def]
-    key = (brokers, clients)
+def _federation(brokers: int, clients: int, checkpoints: tuple[int, int]):  # type: ignore[no-untyped-def]
+    key = (brokers, clients, checkpoints)
     if key not in _FEDERATIONS:
         rounds = {"grace_seconds": 3.0, "min_contributions": min(2, clients)}
+        every, keep = checkpoints
         schema = {"brokers": brokers, "clients": clients, "values": 2 * 4096, "rounds": rounds}
+        schema["checkpoints"] = {"checkpoint_every": every, "keep": keep}
         _FEDERATIONS[key] = federation_of(**schema, small=True)  # type: ignore[arg-type]
     return _FEDERATIONS[key]
