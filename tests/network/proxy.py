@@ -42,8 +42,8 @@ class Proxy:
         self._target = (host, int(port))
         self._idle_seconds = idle_seconds
         self._silently = silently
-        self._rate: float | None = None
-        self._free_at = 0.0
+        self._rates: dict[bool, float | None] = {True: None, False: None}
+        self._free_at = {True: 0.0, False: 0.0}
         self.up = self.down = self.opened = self.expired = 0
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,9 +72,9 @@ class Proxy:
 
     # --- what may happen to a link -----------------------------------------------------------------------------------
 
-    def throttle(self, bytes_per_second: float | None) -> None:
-        """Let no more than this through to the target, over all connections."""
-        self._rate = bytes_per_second
+    def throttle(self, up: float | None = None, down: float | None = None) -> None:
+        """Let no more bytes a second than these through to and from the target, over all connections."""
+        self._rates = {True: up, False: down}
 
     def stall(self) -> None:
         """Pass nothing on, and lose nothing."""
@@ -174,9 +174,9 @@ class Proxy:
         try:
             while connection in self._connections and (piece := await self._loop.sock_recv(source, PIECE)):
                 await self._flowing.wait()
-                if up and self._rate is not None:
-                    self._free_at = max(self._free_at, time.monotonic()) + len(piece) / self._rate
-                    await asyncio.sleep(self._free_at - time.monotonic())
+                if rate := self._rates[up]:
+                    self._free_at[up] = max(self._free_at[up], time.monotonic()) + len(piece) / rate
+                    await asyncio.sleep(self._free_at[up] - time.monotonic())
                     await self._flowing.wait()
                 connection.active = time.monotonic()
                 if connection.forgotten:
