@@ -9,7 +9,8 @@ import pytest
 
 from ravnest_fed.cluster import Cluster, Node
 from ravnest_fed.hashing import CHUNK_SIZE
-from ravnest_fed.transfer import MIN_WINDOW, STALL_SECONDS
+from ravnest_fed.net.sockets import CLIENT_HEARTBEAT
+from ravnest_fed.transfer import MAX_WINDOW, STALL_SECONDS
 from tests.network.federations import dial_through, found_wide, start_with_heartbeat
 from tests.network.proxy import Proxy
 from tests.tiny_federation import said, until
@@ -50,14 +51,9 @@ def times_connected(node: Node) -> int:
     return node.log.read_text().count("connected  broker=")
 
 
-def uploaded_since(proxy: Proxy, start: int) -> int:
-    return proxy.up - start
-
-
 def slow_upload(cluster: Cluster, proxy: Proxy, node: Node) -> float:
-    """Slow the link down once the client trains; returns the seconds from there to its end with a counted contribution."""
-    until(lambda: said(node, "connected"), "the client is there")
-    proxy.throttle(MEGABIT)
+    """Over a link of 1 Mbit/s up, the seconds from the end of training until the client has ended, its work counted."""
+    proxy.throttle(up=MEGABIT)
     until(lambda: said(node, "trained"), "the client has trained")
     began = time.monotonic()
     counted_in_the_end(node, 150.0)
@@ -65,31 +61,30 @@ def slow_upload(cluster: Cluster, proxy: Proxy, node: Node) -> float:
 
 
 def test_a_delta_of_many_seconds_gets_through_a_slow_link(tmp_path: Path) -> None:
-    """The upload takes far longer than a stalled donor is waited for, and than a connection without heartbeats lives."""
-    with one_client(tmp_path, 1.5) as (cluster, proxy):
+    """The upload takes longer than a stalled donor is waited for, and than the heartbeat allows silence."""
+    with one_client(tmp_path, 1.25) as (cluster, proxy):
         node = start_with_heartbeat(cluster, "c1", 1_500, 4_500)
         seconds = slow_upload(cluster, proxy, node)
-        assert seconds > STALL_SECONDS + 3.0
+        assert seconds > STALL_SECONDS + 1.0
         assert times_connected(node) == 1 and proxy.opened == 1
         assert proxy.up < OVERHEAD * delta_bytes(cluster) + 20_000
 
 
 @pytest.mark.long
 def test_a_delta_of_more_than_a_minute_gets_through_a_slow_link(tmp_path: Path) -> None:
-    """As above, by the client's own command, with an upload longer than its heartbeats allow silence."""
+    """As above, by the client's own command, with an upload longer than its heartbeat allows silence."""
     with one_client(tmp_path, 8.0) as (cluster, proxy):
         node = cluster.start_client("c1")
         seconds = slow_upload(cluster, proxy, node)
-        assert seconds > 60.0
+        assert seconds > sum(CLIENT_HEARTBEAT) / 1000
         assert times_connected(node) == 1 and proxy.opened == 1
-        assert proxy.up < 1.1 * delta_bytes(cluster)
+        assert proxy.up < OVERHEAD * delta_bytes(cluster) + 20_000
 
 
 def test_an_upload_that_was_cut_goes_on_where_it_was(tmp_path: Path) -> None:
-    with one_client(tmp_path, 4.0) as (cluster, proxy):
+    with one_client(tmp_path, 3.0) as (cluster, proxy):
+        proxy.throttle(up=16 * MEGABIT)
         node = cluster.start_client("c1")
-        until(lambda: said(node, "connected"), "the client is there")
-        proxy.throttle(10 * MEGABIT)
         total = delta_bytes(cluster)
         until(lambda: proxy.up > 0.6 * total, "more than half of the delta is through")
         proxy.cut()
@@ -99,17 +94,17 @@ def test_an_upload_that_was_cut_goes_on_where_it_was(tmp_path: Path) -> None:
         proxy.restore()
         counted_in_the_end(node)
         assert said(node, "reconnected")
-        # What had passed the proxy is not sent again, but for one chunk that the cut tore and what was on its way.
-        assert proxy.up - before < OVERHEAD * (total - before) + 2 * CHUNK_SIZE
+        # What had passed the proxy is not sent again, but for one chunk that the cut tore.
+        assert proxy.up - before < OVERHEAD * (total - before) + CHUNK_SIZE + 20_000
         assert proxy.up - before < 0.6 * total
 
 
+@pytest.mark.long
 def test_an_upload_that_is_cut_again_and_again_is_done_in_the_end(tmp_path: Path) -> None:
     """No connection lives long enough for the whole delta."""
     with one_client(tmp_path, 4.0) as (cluster, proxy):
+        proxy.throttle(up=16 * MEGABIT)
         node = cluster.start_client("c1")
-        until(lambda: said(node, "connected"), "the client is there")
-        proxy.throttle(20 * MEGABIT)
         total, cuts = delta_bytes(cluster), 0
         while proxy.up < 0.75 * total:
             start = proxy.up
@@ -119,16 +114,16 @@ def test_an_upload_that_is_cut_again_and_again_is_done_in_the_end(tmp_path: Path
             proxy.restore()
         counted_in_the_end(node)
         assert cuts == 3 and proxy.opened == 4
-        assert proxy.up < OVERHEAD * total + 2 * cuts * CHUNK_SIZE
+        assert proxy.up < OVERHEAD * total + cuts * CHUNK_SIZE + 20_000
 
 
+@pytest.mark.long
 def test_an_upload_that_stalled_longer_than_a_donor_is_waited_for_goes_on_over_the_same_connection(
     tmp_path: Path,
 ) -> None:
     with one_client(tmp_path, 4.0) as (cluster, proxy):
+        proxy.throttle(up=16 * MEGABIT)
         node = cluster.start_client("c1")
-        until(lambda: said(node, "connected"), "the client is there")
-        proxy.throttle(20 * MEGABIT)
         total = delta_bytes(cluster)
         until(lambda: proxy.up > 0.5 * total, "half of the delta is through")
         proxy.stall()
@@ -137,21 +132,22 @@ def test_an_upload_that_stalled_longer_than_a_donor_is_waited_for_goes_on_over_t
         proxy.flow()
         counted_in_the_end(node, 30.0)
         assert times_connected(node) == 1
-        # At most the window's worth is asked for a second time.
-        assert proxy.up < OVERHEAD * total + (MIN_WINDOW + 7) * CHUNK_SIZE
+        # What was asked for when the link stalled comes twice at the most; what had arrived does not.
+        assert proxy.up < OVERHEAD * total + MAX_WINDOW * CHUNK_SIZE + 20_000
+        assert proxy.up < 1.5 * total + MAX_WINDOW * CHUNK_SIZE
 
 
 def test_an_initial_model_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
-    with one_client(tmp_path, 24.0) as (cluster, proxy):
+    with one_client(tmp_path, 3.0) as (cluster, proxy):
+        proxy.throttle(down=16 * MEGABIT)
         node = cluster.start_client("c1")
         total = (cluster.founded.folder / "model.safetensors").stat().st_size
-        until(lambda: proxy.down > 0.3 * total, "a part of the model is through")
+        until(lambda: proxy.down > 0.6 * total, "more than half of the model is through")
         proxy.cut()
         before = proxy.down
-        assert before < 0.95 * total
         proxy.restore()
         until(lambda: said(node, "trains on"), "the client has the model")
-        # The window is in the buffers of the sockets when the connection is cut: passed on, and never read.
-        assert proxy.down - before < OVERHEAD * (total - before) + 12 * CHUNK_SIZE
         assert said(node, "reconnected")
+        assert proxy.down - before < OVERHEAD * (total - before) + CHUNK_SIZE + 20_000
+        assert proxy.down - before < 0.6 * total
         cluster.kill("c1")

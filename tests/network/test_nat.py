@@ -22,7 +22,7 @@ BROKERS = {"b1": "198.18.0.11", "b2": "198.18.0.12", "b3": "198.18.0.13"}
 ROUTERS = {"r1": "198.18.0.21", "r2": "198.18.0.22"}
 CLIENT, GATEWAY = "192.168.7.2", "192.168.7.1"
 """Both clients have this address, each behind its own router."""
-ROUNDS = 3
+ROUNDS = 2
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_clients_with_the_same_private_address_behind_two_nats_train_one_model(
     tmp_path: Path, world: Namespaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WIDE_PAUSE", "0.1")
-    # Many shards, spread over the brokers, of which each client's home pulls all through the NAT.
-    cluster = found_wide(tmp_path, 0.5, clients=2, addresses=addresses(3), rounds=ROUNDS, shard_size=4096)
+    # Several shards, spread over the brokers, all of which each client's home pulls through the NAT.
+    cluster = found_wide(tmp_path, 0.5, clients=2, addresses=addresses(3), rounds=ROUNDS, shard_size=32768)
     started_within(world, cluster)
     with cluster:
         for broker in BROKERS:

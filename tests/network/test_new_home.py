@@ -28,7 +28,7 @@ def test_a_client_has_a_new_home_within_three_seconds_of_a_kill(
         cluster.start()
         node = cluster.clients["c1"]
         until(lambda: said(node, "contribution taken"), "the client is at work")
-        for _ in range(3):
+        for _ in range(2):
             seen = homes(node)
             cluster.kill(seen[-1])
             killed = time.monotonic()
