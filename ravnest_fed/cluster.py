@@ -40,13 +40,17 @@ class Node:
 
 @dataclass
 class Cluster:
-    """The processes of a federation that was founded in `founded`. As a context it leaves no process behind."""
+    """The processes of a federation that was founded in `founded`. As a context it leaves no process behind.
+
+    `within` names, by node, the command that its own is appended to, such as `ip netns exec NAME`.
+    """
 
     founded: Founded
     recipe: Path
     threads: int = 1
     brokers: dict[str, Node] = field(default_factory=dict)
     clients: dict[str, Node] = field(default_factory=dict)
+    within: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -59,7 +63,7 @@ class Cluster:
     def start_broker(self, name: str) -> Node:
         """Start a broker, or start it again."""
         folder = self.founded.folder / "brokers" / name
-        node = self._start(name, [BROKER_MODULE, "run", str(folder), "--until-input-closes"])
+        node = self.start_module(name, [BROKER_MODULE, "run", str(folder), "--until-input-closes"])
         self.brokers[name] = node
         return node
 
@@ -77,7 +81,7 @@ class Cluster:
             "cpu",
         ]
         state = self.founded.folder / "state" / name
-        node = self._start(name, [*arguments, "--threads", str(self.threads), "--state", str(state)])
+        node = self.start_module(name, [*arguments, "--threads", str(self.threads), "--state", str(state)])
         self.clients[name] = node
         return node
 
@@ -127,7 +131,8 @@ class Cluster:
                     node.process.kill()
                     node.process.wait()
 
-    def _start(self, name: str, arguments: list[str]) -> Node:
+    def start_module(self, name: str, arguments: list[str]) -> Node:
+        """Start a module with its arguments as a process; its output goes to the log of `name`."""
         logs = self.founded.folder / "logs"
         logs.mkdir(exist_ok=True)
         log = logs / f"{name}.log"
@@ -137,7 +142,7 @@ class Cluster:
             environment.setdefault(variable, str(self.threads))
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [*self.within.get(name, ()), sys.executable, "-m", *arguments],
                 # Nodes end when this pipe closes: also where this process is killed and can end nobody.
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -11,7 +11,6 @@ import pytest
 from brokers.server import COMMITS_AT_ONCE
 from ravnest_fed import errors
 from ravnest_fed.cluster import Cluster, Node
-from ravnest_fed.facts import Evaluation, decode
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
 from ravnest_fed.ledger import Ledger
@@ -21,6 +20,7 @@ from tests.tiny_federation import (
     call,
     cluster_of,
     found_tiny,
+    hashes_measured,
     one_line_error,
     operator,
     said,
@@ -224,19 +224,6 @@ def test_a_late_client_comes_to_the_same_model(training: Cluster) -> None:
     shared = [by_client for by_client in measured.values() if late in by_client and len(by_client) > 1]
     assert shared
     assert all(len(set(by_client.values())) == 1 for by_client in shared)
-
-
-def hashes_measured(cluster: Cluster) -> dict[int, dict[str, bytes]]:
-    """By round and client, the hash of the model that the client measured and signed for."""
-    found: dict[int, dict[str, bytes]] = {}
-    for folder in cluster.founded.broker_folders:
-        ledger = Ledger(folder, cluster.founded.federation.fingerprint, create=False)
-        for server_round in range(1, ledger.last_round() + 1):
-            for signed in ledger.evaluations(server_round):
-                evaluation = decode(Evaluation, signed.payload)
-                found.setdefault(server_round, {})[signed.node_id] = evaluation.model_hash
-        ledger.close()
-    return found
 
 
 # --- a loss that is not a number -------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from click.testing import CliRunner, Result
 
 from ravnest_fed.cluster import Cluster, Node, free_addresses
 from ravnest_fed.commands.main import cli
+from ravnest_fed.facts import Evaluation, decode
 from ravnest_fed.federation import FILE_NAME, Federation
 from ravnest_fed.founding import Founded, found
+from ravnest_fed.ledger import Ledger
 from ravnest_fed.recipe import load_recipe
 
 # The environment turns it bad: a recipe's hash is over its text, so each of these is the same recipe to a broker.
@@ -111,3 +113,16 @@ def one_line_error(text: str, *parts: str) -> None:
 def federation_in(folder: Path) -> Federation:
     """The federation file of `folder`."""
     return Federation.load(folder / FILE_NAME)
+
+
+def hashes_measured(cluster: Cluster) -> dict[int, dict[str, bytes]]:
+    """By round and client, the hash of the model that the client measured and signed for."""
+    found: dict[int, dict[str, bytes]] = {}
+    for folder in cluster.founded.broker_folders:
+        ledger = Ledger(folder, cluster.founded.federation.fingerprint, create=False)
+        for server_round in range(1, ledger.last_round() + 1):
+            for signed in ledger.evaluations(server_round):
+                evaluation = decode(Evaluation, signed.payload)
+                found.setdefault(server_round, {})[signed.node_id] = evaluation.model_hash
+        ledger.close()
+    return found
