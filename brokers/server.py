@@ -307,6 +307,7 @@ class BrokerServer:
                 row = msgspec.structs.replace(row, bytes_up=self._up[row.server_round])
                 self.ledger.save_commit(commit, row)
                 self.ledger.save_bytes_down(row.server_round - 1, self._down[row.server_round - 1])
+                self._forget_bytes(row.server_round - 1)
                 self.ledger.spool.retain(self.ledger.drop_contributions(body.server_round))
             case fx.SaveCheckpoint(server_round, ref, keep):
                 self.ledger.save_checkpoint(server_round, ref, keep)
@@ -433,6 +434,12 @@ class BrokerServer:
         else:
             totals[1] += size
             self._down[head] += size
+
+    def _forget_bytes(self, before: int) -> None:
+        """Rounds before this one are counted to the end, and what was counted is in the ledger."""
+        for counted in (self._up, self._down):
+            for server_round in [number for number in list(counted) if number < before]:
+                del counted[server_round]
 
     def _status(self, after: int) -> Status:
         core = self.core

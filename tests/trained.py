@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from brokers import events as ev
 from clients.trainer import LocalResult, LocalWork, Trainer
 from ravnest_fed.facts import WorkOrder, decode
+from ravnest_fed.head import Head
 from ravnest_fed.model_state import read_state, schema_of
 from ravnest_fed.parameters import BLOCK, ModelState
 from ravnest_fed.partition import Partition
@@ -48,10 +49,15 @@ class Trained:
         return next(broker.replica.state for broker in self.joined.brokers.values() if broker.alive)
 
     @property
+    def head(self) -> Head:
+        """The head that all brokers stand at."""
+        (head,) = {head.commit_hash: head for head in self.joined.heads().values()}.values()
+        return head
+
+    @property
     def server_round(self) -> int:
         """The newest committed round."""
-        (server_round,) = self.joined.rounds()
-        return server_round
+        return self.head.server_round
 
     def new_trainer(self, name: str) -> Trainer:
         """A trainer for a client, as it is when the client has just started."""
