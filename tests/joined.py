@@ -280,7 +280,7 @@ class JoinedClient:
         state.vector[: delta.size] = delta
         state.vector[federation.schema.parameter_stop :] = 0.125
         state.counters[:] = order.local_steps
-        encoded = encode_delta(federation.schema, federation.codecs.up, state)
+        encoded = encode_delta(federation.schema, order.codec, state)
         refs = [self.outbox.put(payload) for payload in encoded.payloads]
         self.sequence += 1
         fields: dict[str, object] = {

@@ -25,9 +25,8 @@ from ravnest_fed.parameters import ModelState
 from tests.building import delta, tiny, tiny_schema, work_order
 from tests.joining import ROUND_0, Client, only, sent
 
-# Warm-up is left out: what is tested here begins after it.
 SCHEMA = tiny_schema(2)
-ONES = {name: tiny(settings={"up": name}, schema=SCHEMA) for name in ("int8", "sign", "topk64")}
+ONES = {name: tiny(settings={"up": name, "warmup_rounds": "0"}, schema=SCHEMA) for name in ("int8", "sign", "topk64")}
 Shards = tuple[bytes, ...]
 
 
