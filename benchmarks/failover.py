@@ -27,7 +27,7 @@ from ravnest_fed.commands.round_table import RoundView
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.founding import found
 from ravnest_fed.recipe import load_recipe
-from ravnest_fed.verification import ledgers_in, lost_rounds, replay
+from ravnest_fed.verification import ledgers_in, lost_rounds, prove
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits"
 BROKERS, CLIENTS = 3, 4
@@ -59,7 +59,7 @@ def run(seed: int, rounds: int) -> dict[str, Any]:
             summary = asyncio.run(follow(cluster, quiet, chaos))
         found_out = summary.json()
         try:
-            proven = {replay(one.path, check=True).head.server_round for one in ledgers_in(founded.folder)} == {rounds}
+            proven = {prove(one.path).replica.head.server_round for one in ledgers_in(founded.folder)} == {rounds}
             lost = lost_rounds(founded.folder, summary.told())
         except RavnestError as error:
             proven, lost = False, [str(error)]  # type: ignore[list-item]

@@ -10,6 +10,7 @@ from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
 from ravnest_fed.manifests import require_countable
 from ravnest_fed.messages import Reason
+from ravnest_fed.parameters import Kind
 
 
 def check_manifest(
@@ -50,15 +51,15 @@ def _check_shards(federation: Federation, manifest: Manifest, shards: tuple[Blob
     if merkle_root("payload", [ref.hash for ref in shards]) != manifest.payload_root:
         raise AdmissionRefused(Reason.WRONG_HASH, "the shards' hashes are not those that the manifest signs")
     for shard, ref in zip(schema.shards, shards, strict=True):
-        if not 0 < ref.length <= max_payload(federation, shard.kind, shard.count):
+        if not 0 < ref.length <= max_payload(manifest.codec, shard.kind, shard.count):
             raise AdmissionRefused(
                 Reason.WRONG_LENGTH,
                 f"shard {shard.index} has {ref.length} bytes, which its {shard.count} values cannot",
             )
 
 
-def max_payload(federation: Federation, kind: str, count: int) -> int:
+def max_payload(codec: str, kind: Kind, count: int) -> int:
     """Most bytes that a contribution's shard of `count` values may have."""
     if kind == "counters":
         return counters_size(count)
-    return codecs.get("fp32" if kind == "buffers" else federation.codecs.up).encoded_size(count)
+    return codecs.get("fp32" if kind == "buffers" else codec).encoded_size(count)

@@ -19,7 +19,7 @@ def work_order(federation: Federation, head: Head, client: str) -> WorkOrder:
         local_steps=rounds.local_steps,
         partition_index=members.index(client),
         partition_count=len(members),
-        codec=federation.codecs.up,
+        codec=federation.codec_up(head.server_round + 1),
         deadline_seconds=rounds.deadline_seconds,
         committed_steps=head.server_round * rounds.local_steps,
     )

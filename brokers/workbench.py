@@ -176,7 +176,7 @@ class Workbench:
                 count,
                 scale_bits,
                 self.federation.limits.max_contributions,
-                codecs.get(self.federation.codecs.up),
+                codecs.get(self.federation.codec_up(server_round)),
                 codecs.get(self.federation.codecs.down),
             )
         return known

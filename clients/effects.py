@@ -83,14 +83,23 @@ class AbandonTraining:
 
 @dataclass(frozen=True)
 class Keep:
-    """Make our own contribution durable, before what follows; its payloads are on disk."""
+    """Make our own contribution durable, before what follows; its payloads are on disk.
+
+    `residual` is what it leaves unsent, in the same write; None: what is owed stays as it is.
+    """
 
     offer: Offer
+    residual: tuple[BlobRef, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Forget:
-    """A commit has moved past our contribution: nobody will ask for it any more."""
+    """A commit has moved past our contribution: nobody will ask for it any more.
+
+    Where no commit counted it, what it sent is owed again; one durable write says both.
+    """
+
+    counted: bool = True
 
 
 @dataclass(frozen=True)

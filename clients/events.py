@@ -96,7 +96,10 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Trained:
-    """A local round is done and its delta encoded; one blob a shard."""
+    """A local round is done and its delta encoded; one blob a shard, and of the residual one a shard of parameters.
+
+    `residual` is None under a codec without error feedback.
+    """
 
     base_round: int
     shards: tuple[BlobRef, ...]
@@ -106,6 +109,7 @@ class Trained:
     local_steps: int
     metrics: dict[str, float]
     seconds: float
+    residual: tuple[BlobRef, ...] | None = None
 
 
 @dataclass(frozen=True)

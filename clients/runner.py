@@ -21,8 +21,10 @@ from clients.devices import describe, overlooked_gpus
 from clients.fetched import FetchedBlobs
 from clients.outbox import Outbox
 from clients.progress import ProgressFiles, ProgressUnreadable, StateNotKept
+from clients.residual import ErrorFeedback
 from clients.session import ClientSession
 from clients.trainer import LocalResult, LocalWork, Progress, RoundAbandoned, Trainer
+from ravnest_fed import codecs
 from ravnest_fed.checkpoints import checkpoint_pieces, read_checkpoint
 from ravnest_fed.decree import check_votes, open_commit
 from ravnest_fed.encoding import encode_delta
@@ -64,10 +66,10 @@ class ClientRunner:
         self.link = link
         self.identity = Identity(link.seed)
         self.replica: Replica | None = None
-        self._outbox = Outbox(state)
+        self._outbox = Outbox(state, link.fingerprint, self.identity.node_id)
         self._progress = ProgressFiles(state, link.fingerprint)
         self._resumed = False
-        self.session = ClientSession(link, self.identity, loaded.hash, time.monotonic(), self._outbox.kept())
+        self.session = ClientSession(link, self.identity, loaded.hash, time.monotonic(), self._outbox.standing)
         self._loaded = loaded
         self._tell = tell
         self._device = device
@@ -181,10 +183,10 @@ class ClientRunner:
                 self._work(self._training, lambda: self._train(order, abandoned))
             case fx.AbandonTraining():
                 self._abandoned.set()
-            case fx.Keep(offer):
-                self._outbox.keep(offer)
-            case fx.Forget():
-                self._outbox.clear()
+            case fx.Keep(offer, residual):
+                self._outbox.keep(offer, residual)
+            case fx.Forget(counted):
+                self._outbox.forget(counted)
             case fx.Tell():
                 self._tell(effect)
             case fx.End():
@@ -380,7 +382,13 @@ class ClientRunner:
     def _encode(self, order: WorkOrder, result: LocalResult) -> ev.Event:
         assert self.replica is not None
         delta = ModelState(np.ascontiguousarray(result.delta_vector), result.counters)
-        encoded = encode_delta(self.replica.schema, order.codec, delta)
+        schema, codec, outbox = self.replica.schema, codecs.get(order.codec), self._outbox
+        feedback = None
+        if codec.feedback_decay is not None:
+            feedback = ErrorFeedback(schema, codec, outbox.standing, outbox.read, outbox.put)
+        encoded = encode_delta(schema, codec.name, delta, feedback)
+        if feedback and feedback.lost:
+            self._tell_later(fx.Tell("residual lost", {"shards": len(feedback.lost)}, warning=True))
         return ev.Trained(
             order.base_round,
             tuple(self._outbox.put(payload) for payload in encoded.payloads),
@@ -390,4 +398,5 @@ class ClientRunner:
             result.local_steps,
             result.metrics,
             result.seconds,
+            tuple(feedback.left) if feedback else None,
         )

@@ -15,6 +15,7 @@ import msgspec
 from clients import effects as fx
 from clients import events as ev
 from clients.homes import Homes
+from clients.residual import Standing
 from ravnest_fed.errors import (
     KeyRefused,
     NoDataError,
@@ -69,6 +70,7 @@ class _Pending:
     manifest: Manifest
     offer: Offer
     manifest_hash: bytes
+    sequences: tuple[int, ...]
     receipted: bool = False
     refused: str = ""
 
@@ -85,8 +87,10 @@ class _Catching:
 class ClientSession:
     """One client's decisions. `now` is in seconds in every method."""
 
-    def __init__(self, link: Link, identity: Identity, recipe_hash: str, now: float, kept: Offer | None = None) -> None:
-        """`kept` is the contribution that an earlier life of this client left on disk."""
+    def __init__(
+        self, link: Link, identity: Identity, recipe_hash: str, now: float, kept: Standing | None = None
+    ) -> None:
+        """`kept` is what an earlier life of this client left on disk."""
         self.link = link
         self.identity = identity
         self.federation: Federation | None = None
@@ -108,9 +112,9 @@ class ClientSession:
         self._order: tuple[Signed, WorkOrder] | None = None
         self._training: int | None = None
         self._pending: _Pending | None = None
-        if kept is not None and kept.manifest.node_id == identity.node_id:
-            manifest = decode(Manifest, kept.manifest.payload)
-            self._pending = _Pending(manifest, kept, signed_hash(kept.manifest))
+        if kept is not None and kept.offer is not None:
+            signed = kept.offer.manifest
+            self._pending = _Pending(decode(Manifest, signed.payload), kept.offer, signed_hash(signed), kept.sequences)
         self._sequence = self._pending.manifest.sequence if self._pending else 0
         self._leap = 1
         self._failures = 0
@@ -401,19 +405,25 @@ class ClientSession:
         effects: list[fx.Effect] = []
         pending = self._pending
         if pending is not None and head.server_round > pending.manifest.base_round:
-            counted = head.was_counted(self.identity.node_id, pending.manifest.sequence)
-            if counted:
-                self.contributions += 1
-            else:
-                effects.append(fx.Tell("contribution not counted", {"round": head.server_round}, warning=True))
-            effects.append(fx.Forget())
-            self._pending = None
+            # One payload may have been signed twice: it is owed again only if no commit counted it under either sequence.
+            counted = any(head.was_counted(self.identity.node_id, one) for one in pending.sequences)
+            if counted or head.server_round >= pending.manifest.last_round:
+                effects += self._settle(head, counted)
         following = self._follow()
         if following:
             return effects + following
         effects.append(fx.Evaluate(head.server_round))
         ordered = self._order is not None and self._order[1].base_round >= head.server_round
         return effects + self._start_training() + ([] if ordered else self._ready())
+
+    def _settle(self, head: Head, counted: bool) -> list[fx.Effect]:
+        """What became of our contribution stands in a commit."""
+        self._pending = None
+        if counted:
+            self.contributions += 1
+            return [fx.Forget()]
+        told = fx.Tell("contribution not counted", {"round": head.server_round}, warning=True)
+        return [told, fx.Forget(counted=False)]
 
     def _on_evaluated(self, event: ev.Evaluated) -> list[fx.Effect]:
         head = self.head
@@ -460,7 +470,8 @@ class ClientSession:
         if self._order is None or self.head is None or self._folding or self._training is not None:
             return []
         signed, order = self._order
-        done = self._pending is not None and self._pending.manifest.base_round == order.base_round
+        # A contribution on a later base is an earlier life's: what became of it is known once the commits are here.
+        done = self._pending is not None and self._pending.manifest.base_round >= order.base_round
         done = done or (self._failed_base == order.base_round and self._now < self._retry_at)
         if order.base_round != self.head.server_round or order.base_hash != self.head.commit_hash or done:
             return []
@@ -495,15 +506,22 @@ class ClientSession:
             training_seconds=event.seconds,
             order=signed,
         )
-        kept = self._sign_pending(manifest, event.shards)
+        kept = self._sign_pending(manifest, event.shards, event.residual)
         shown = {name: round(value, 4) for name, value in event.metrics.items()}
         told = fx.Tell("trained", {"round": order.base_round + 1, **shown, "seconds": round(event.seconds, 2)})
         return [told, kept, *self._offer_again()]
 
-    def _sign_pending(self, manifest: Manifest, shards: tuple[BlobRef, ...]) -> fx.Effect:
+    def _sign_pending(
+        self,
+        manifest: Manifest,
+        shards: tuple[BlobRef, ...],
+        residual: tuple[BlobRef, ...] | None = None,
+        earlier: tuple[int, ...] = (),
+    ) -> fx.Effect:
         proof = sign(self.identity, manifest)
-        self._pending = _Pending(manifest, Offer(proof, shards), signed_hash(proof))
-        return fx.Keep(self._pending.offer)
+        sequences = (*earlier, manifest.sequence)
+        self._pending = _Pending(manifest, Offer(proof, shards), signed_hash(proof), sequences)
+        return fx.Keep(self._pending.offer, residual)
 
     def _offer_again(self) -> list[fx.Effect]:
         if self._pending is None or self.home is None or not self._greeted:
@@ -534,7 +552,7 @@ class ClientSession:
         self._leap *= 2
         self._sequence += self._leap
         manifest = msgspec.structs.replace(self._pending.manifest, sequence=self._sequence)
-        kept = self._sign_pending(manifest, self._pending.offer.shards)
+        kept = self._sign_pending(manifest, self._pending.offer.shards, earlier=self._pending.sequences)
         return [told, kept, *self._offer_again()]
 
     def _on_training_failed(self, base_round: int, error: RavnestError) -> list[fx.Effect]:

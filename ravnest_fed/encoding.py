@@ -1,12 +1,12 @@
 """From a delta to the payloads of its shards, with the norm and range that every decoder will measure."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ravnest_fed import codecs
 from ravnest_fed.aggregation.norms import combine, square_sum
 from ravnest_fed.aggregation.reduce import BUFFER_CODEC
 from ravnest_fed.codecs.counters import encode_counters
-from ravnest_fed.parameters import ModelState, Schema
+from ravnest_fed.parameters import Float32, ModelState, Schema, Shard
 
 
 class EncodedDelta(NamedTuple):
@@ -17,8 +17,21 @@ class EncodedDelta(NamedTuple):
     max_abs: float
 
 
-def encode_delta(schema: Schema, codec_name: str, delta: ModelState) -> EncodedDelta:
-    """Encode `delta` (base minus local vector, local minus base counters). Raises PayloadError for what cannot be."""
+class Feedback(Protocol):
+    """What error feedback does around a codec, for one shard of parameters after the other."""
+
+    def wanted(self, shard: Shard, delta: Float32) -> Float32:
+        """The values to encode in the place of the shard's delta."""
+
+    def sent(self, shard: Shard, wanted: Float32, decoded: Float32) -> None:
+        """The shard's payload decodes to `decoded`."""
+
+
+def encode_delta(schema: Schema, codec_name: str, delta: ModelState, feedback: Feedback | None = None) -> EncodedDelta:
+    """Encode `delta` (base minus local vector, local minus base counters), parameters by way of `feedback`.
+
+    Raises PayloadError for what cannot be encoded.
+    """
     codec = codecs.get(codec_name)
     payloads, squares = [], []
     for shard in schema.shards:
@@ -27,7 +40,12 @@ def encode_delta(schema: Schema, codec_name: str, delta: ModelState) -> EncodedD
         elif shard.kind == "buffers":
             payloads.append(BUFFER_CODEC.encode(delta.vector[shard.start : shard.stop]))
         else:
-            payload = codec.encode(delta.vector[shard.start : shard.stop])
+            values = delta.vector[shard.start : shard.stop]
+            wanted = values if feedback is None else feedback.wanted(shard, values)
+            payload = codec.encode(wanted)
             payloads.append(payload)
-            squares.append(square_sum(codec.decode(payload, shard.count)))
+            decoded = codec.decode(payload, shard.count)
+            squares.append(square_sum(decoded))
+            if feedback is not None:
+                feedback.sent(shard, wanted, decoded)
     return EncodedDelta(tuple(payloads), combine(squares), max(part.max_abs for part in squares))

@@ -25,6 +25,10 @@ FORMAT = 1
 FILE_NAME = "federation.toml"
 INITIAL_MODEL = "model.safetensors"
 MAX_FILE_BYTES = 16 * 2**20
+WARMUP_CODEC = "int4"
+"""What contributions travel in during warm-up: it costs no loss, and least of the codecs that keep no residual."""
+MAX_FEEDBACK_MOMENTUM = 0.5
+"""Residuals are a momentum of their own; with outer momentum above this, training diverged."""
 _SIGNATURE_HEADER = "\n[signature]\n"
 
 
@@ -59,10 +63,14 @@ class Strategy(_Table, frozen=True, kw_only=True):
 
 
 class Codecs(_Table, frozen=True, kw_only=True):
-    """The codec of contributions (`up`) and of updates (`down`)."""
+    """The codec of contributions (`up`) and of updates (`down`).
+
+    In the first `warmup_rounds` rounds contributions travel in `WARMUP_CODEC`; None: as many as `up` asks for.
+    """
 
     up: str = "int8"
     down: str = "int8"
+    warmup_rounds: int | None = None
 
 
 class Rounds(_Table, frozen=True, kw_only=True):
@@ -180,6 +188,13 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
     def member_by_id(self) -> dict[str, MemberEntry]:
         """The members' entries by node id."""
         return {member.node_id: member for member in self.members}
+
+    def codec_up(self, server_round: int) -> str:
+        """The codec of the contributions that round `server_round` counts."""
+        warmup = self.codecs.warmup_rounds
+        if warmup is None:
+            warmup = codecs.get(self.codecs.up).warmup_rounds
+        return WARMUP_CODEC if server_round <= warmup else self.codecs.up
 
     @property
     def majority(self) -> int:
@@ -336,11 +351,7 @@ def check(federation: Federation, where: str) -> None:
         refuse("strategy.momentum", "is set, but fedavg has none", "use strategy.name = fedavgm")
     if not strategy.clip_factor >= 0 or not 1 <= strategy.norm_history <= 65536:
         refuse("strategy.clip_factor or strategy.norm_history", "is out of range", "see docs/settings.md")
-    for name in ("up", "down"):
-        if getattr(federation.codecs, name) not in codecs.names():
-            refuse(
-                f"codecs.{name}", f"is {getattr(federation.codecs, name)!r}", f"use one of {', '.join(codecs.names())}"
-            )
+    _check_codecs(federation, refuse)
     if stop.date:
         try:
             if datetime.fromisoformat(stop.date).tzinfo is None:
@@ -359,6 +370,32 @@ def check(federation: Federation, where: str) -> None:
         refuse("stop.rounds", f"is {stop.rounds}", "use 0 for no limit")
     _check_nodes(federation, refuse)
     federation.schema.check()
+
+
+def _check_codecs(federation: Federation, refuse: Any) -> None:
+    for name in ("up", "down"):
+        if getattr(federation.codecs, name) not in codecs.names():
+            refuse(
+                f"codecs.{name}", f"is {getattr(federation.codecs, name)!r}", f"use one of {', '.join(codecs.names())}"
+            )
+    up, down, warmup = federation.codecs.up, federation.codecs.down, federation.codecs.warmup_rounds
+    keeping = [name for name in codecs.names() if codecs.get(name).feedback_decay is None]
+    if down not in keeping:
+        refuse(
+            "codecs.down",
+            f"is {down!r}, which diverges without error feedback, and an update is encoded without",
+            f"use one of {', '.join(keeping)}",
+        )
+    if up not in keeping and federation.strategy.momentum > MAX_FEEDBACK_MOMENTUM:
+        refuse(
+            "strategy.momentum",
+            f"is {federation.strategy.momentum}, which diverges with codecs.up = {up}: its residual is a momentum already",
+            f"use strategy.momentum of at most {MAX_FEEDBACK_MOMENTUM}, or codecs.up = {WARMUP_CODEC}",
+        )
+    if warmup is not None and not 0 <= warmup <= 2**31:
+        refuse("codecs.warmup_rounds", f"is {warmup}", f"use 0 to {2**31}")
+    if warmup and up in keeping:
+        refuse("codecs.warmup_rounds", f"is {warmup}, but {up} needs no warm-up", "use 0, or leave it out")
 
 
 def _check_nodes(federation: Federation, refuse: Any) -> None:

@@ -66,8 +66,9 @@ def _require_work(federation: Federation, manifest: Manifest, order: WorkOrder) 
 
 
 def _require_values(federation: Federation, head: Head, manifest: Manifest) -> None:
-    if manifest.codec != federation.codecs.up:
-        raise AdmissionRefused(Reason.WRONG_CODEC, f"the codec is {manifest.codec[:16]!r}, not {federation.codecs.up}")
+    codec = federation.codec_up(manifest.base_round + 1)
+    if manifest.codec != codec:
+        raise AdmissionRefused(Reason.WRONG_CODEC, f"the codec is {manifest.codec[:16]!r}, not {codec}")
     if manifest.shard_count != len(federation.schema.shards):
         raise AdmissionRefused(
             Reason.WRONG_SHAPE,

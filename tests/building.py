@@ -150,9 +150,9 @@ class Payload:
     max_abs: float
 
 
-def payload(federation: Federation, values: ModelState) -> Payload:
-    """Encode a delta shard by shard, as a client does."""
-    codec = codecs.get(federation.codecs.up)
+def payload(federation: Federation, values: ModelState, server_round: int = 1) -> Payload:
+    """Encode a delta for a round shard by shard, as a client does."""
+    codec = codecs.get(federation.codec_up(server_round))
     shards, squares = [], []
     for shard in federation.schema.shards:
         part: Any = values.shard(shard)
@@ -179,7 +179,7 @@ def work_order(one: Tiny, head: Head, member: int, broker: int = 0, **changes: A
         local_steps=rounds.local_steps,
         partition_index=member,
         partition_count=len(one.members),
-        codec=one.federation.codecs.up,
+        codec=one.federation.codec_up(head.server_round + 1),
         deadline_seconds=rounds.deadline_seconds,
         committed_steps=head.server_round * rounds.local_steps,
     )
@@ -221,7 +221,8 @@ def contribution(
     The sequence is one more than the head's round, and the delta depends on the member and the round, unless given.
     """
     federation = one.federation
-    encoded = payload(federation, values or delta(federation.schema, 1000 * head.server_round + member))
+    values = values or delta(federation.schema, 1000 * head.server_round + member)
+    encoded = payload(federation, values, head.server_round + 1)
     shards = tuple(BlobRef.of(part) for part in encoded.shards)
     order = order or work_order(one, head, member)
     manifest = Manifest(
@@ -231,7 +232,7 @@ def contribution(
         base_round=head.server_round,
         base_hash=head.commit_hash,
         last_round=head.server_round + 1,
-        codec=federation.codecs.up,
+        codec=federation.codec_up(head.server_round + 1),
         payload_root=merkle_root("payload", [ref.hash for ref in shards]),
         shard_count=len(shards),
         num_examples=federation.max_examples,
@@ -307,7 +308,7 @@ def decide(
             lambda key, index=shard.index: held[key][index],  # type: ignore[misc]
             reduction.scale_bits,
             federation.limits.max_contributions,
-            codecs.get(federation.codecs.up),
+            codecs.get(federation.codec_up(reduction.server_round)),
             codecs.get(federation.codecs.down),
         )
         for shard in federation.schema.shards

@@ -292,7 +292,7 @@ class JoinedClient:
         assert self.order is not None
         federation = self.joined.federation
         order = decode(WorkOrder, self.order.payload)
-        encoded = encode_delta(federation.schema, federation.codecs.up, state)
+        encoded = encode_delta(federation.schema, order.codec, state)
         refs = [self.outbox.put(payload) for payload in encoded.payloads]
         self.sequence += 1
         fields: dict[str, object] = {

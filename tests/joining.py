@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from clients import effects as fx
 from clients import events as ev
+from clients.residual import Standing
 from clients.session import ClientSession
 from ravnest_fed.facts import BlobRef
 from ravnest_fed.head import Head
@@ -45,11 +46,13 @@ class Client:
     now: float = 100.0
     recipe_hash: str = "11" * 32
     all: list[fx.Effect] = field(default_factory=list)
+    kept: Standing | None = None
 
     def __post_init__(self) -> None:
         member = self.one.members[0]
         self.me = member.node_id
-        self.session = ClientSession(link_for(self.one.federation, member), member, self.recipe_hash, self.now)
+        link = link_for(self.one.federation, member)
+        self.session = ClientSession(link, member, self.recipe_hash, self.now, self.kept)
 
     def do(self, event: ev.Event) -> list[fx.Effect]:
         effects = self.session.handle(event, self.now)

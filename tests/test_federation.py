@@ -45,6 +45,7 @@ def test_a_saved_file_is_loaded_as_it_was(tmp_path: Path) -> None:
         {"stop.metric": "loss", "stop.at_most": "0.25"},
         {"stop.date": "2031-01-31T18:00:00+00:00", "stop.rounds": "9"},
         {"strategy.name": "fedavgm", "momentum": "0.9", "nesterov": "true", "clip_factor": "0"},
+        {"up": "topk64", "warmup_rounds": "5"},
         {"up": "fp16", "down": "fp32", "federation.name": "two words", "rounds.grace_seconds": "0.125"},
     ],
 )
@@ -164,6 +165,21 @@ def test_nodes_are_found_by_their_ids() -> None:
 @pytest.mark.parametrize(("brokers", "majority"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (7, 4)])
 def test_a_majority_is_more_than_half(brokers: int, majority: int) -> None:
     assert tiny(brokers=brokers).federation.majority == majority
+
+
+@pytest.mark.parametrize(
+    ("settings", "codecs"),
+    [
+        ({"up": "int8"}, ["int8"] * 5),
+        ({"up": "sign"}, ["sign"] * 5),
+        ({"up": "topk64"}, ["int4", "int4", "int4", "topk64", "topk64"]),
+        ({"up": "topk64", "warmup_rounds": "0"}, ["topk64"] * 5),
+        ({"up": "sign", "warmup_rounds": "1"}, ["int4", "sign", "sign", "sign", "sign"]),
+    ],
+)
+def test_the_codec_of_a_round_follows_from_the_file(settings: dict[str, str], codecs: list[str]) -> None:
+    federation = tiny(settings=settings).federation
+    assert [federation.codec_up(server_round) for server_round in range(1, 6)] == codecs
 
 
 def test_an_order_asks_for_steps_times_batches() -> None:

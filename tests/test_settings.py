@@ -51,6 +51,11 @@ REFUSED = [
     ("strategy.norm_history", 65537, "strategy.norm_history"),
     ("codecs.up", "int7", "codecs.up is 'int7'"),
     ("codecs.down", "", "codecs.down is ''"),
+    ("codecs.down", "sign", "codecs.down is 'sign', which diverges without error feedback"),
+    ("codecs.down", "topk64", "codecs.down is 'topk64', which diverges without error feedback"),
+    ("codecs.warmup_rounds", 3, "codecs.warmup_rounds is 3, but int8 needs no warm-up"),
+    ("codecs.warmup_rounds", -1, "codecs.warmup_rounds is -1"),
+    ("codecs.warmup_rounds", 2**31 + 1, "codecs.warmup_rounds is 2147483649"),
     ("stop.date", "tomorrow", "stop.date 'tomorrow' is no date"),
     ("stop.date", "2030-01-31T18:00:00", "names no time zone"),
     ("stop.metric", "loss", "stop.metric needs a bound"),
@@ -93,6 +98,10 @@ def test_what_cannot_work_is_refused_by_name(path: str, value: Any, finding: str
         ({"target_contributions": "2", "min_contributions": "3"}, "target_contributions is below"),
         ({"max_contributions": "2", "min_contributions": "3"}, "max_contributions is below what a round needs"),
         ({"max_contributions": "2", "target_contributions": "3"}, "max_contributions is below what a round needs"),
+        *(
+            ({"strategy.name": "fedavgm", "momentum": "0.51", "up": up}, f"0.51, which diverges with codecs.up = {up}")
+            for up in ("sign", "topk128", "topk64", "topk40")
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, str], finding: str) -> None:
@@ -108,6 +117,9 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, str
         {"clip_factor": "0", "norm_history": "65536", "max_weight": "1"},
         {"stop.metric": "loss", "at_least": "1", "at_most": "0"},
         {"grace_seconds": "0", "deadline_seconds": "0"},
+        {"strategy.name": "fedavgm", "momentum": "0.5", "up": "topk40", "warmup_rounds": "0"},
+        {"strategy.name": "fedavgm", "momentum": "0.9", "up": "int4", "down": "int4", "warmup_rounds": "0"},
+        {"up": "sign", "warmup_rounds": "2147483648"},
     ],
 )
 def test_settings_at_their_edges_are_accepted(settings: dict[str, str]) -> None:

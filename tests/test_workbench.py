@@ -21,7 +21,7 @@ from ravnest_fed.messages import Reason
 from ravnest_fed.replica import Replica
 from tests.building import Contribution, Decided, Tiny, contribution, decide, delta, tiny
 
-SETTINGS = {"up": "fp32", "down": "int8", "strategy.name": "fedavgm", "momentum": "0.9"}
+SETTINGS = {"up": "fp32", "down": "int8", "strategy.name": "fedavgm", "momentum": "0.5", "warmup_rounds": "0"}
 PARAMETERS, BUFFERS, COUNTERS = 0, 3, 4
 """Indices of the first shard of each kind."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from ravnest_fed.cluster import Cluster
 from ravnest_fed.founding import Address
-from ravnest_fed.verification import replay
+from ravnest_fed.verification import prove
 from tests.network.federations import found_wide
 from tests.network.namespaces import Namespaces, NotPossible
 from tests.network.test_links import counted_in_the_end, delta_bytes, times_connected
@@ -90,7 +90,7 @@ def test_clients_with_the_same_private_address_behind_two_nats_train_one_model(
         folders = cluster.founded.broker_folders
         for broker in cluster.brokers.values():
             until(lambda broker=broker: broker.log.read_text().count("round committed") == ROUNDS, "it is done", 20.0)  # type: ignore[misc]
-    replayed = {replay(folder, check=True).head.model_hash for folder in folders}
+    replayed = {prove(folder).replica.head.model_hash for folder in folders}
     assert len(replayed) == 1
     measured = hashes_measured(cluster)[ROUNDS]
     assert set(measured) == {member.node_id for member in cluster.founded.federation.members}

@@ -36,7 +36,7 @@ def test_a_client_has_a_new_home_within_three_seconds_of_a_kill(
             assert time.monotonic() - killed < NEW_HOME_SECONDS
             assert homes(node)[-1] != seen[-1]
             taken = f"broker={homes(node)[-1]}"
-            until(lambda taken=taken: said_after(node, seen, taken), "the new home takes its work")  # type: ignore[misc]
+            until(lambda taken=taken, seen=seen: said_after(node, seen, taken), "the new home takes its work")  # type: ignore[misc]
             cluster.start_broker(seen[-1])
             until(lambda name=seen[-1]: said(cluster.brokers[name], "round committed"), "the broker is back")  # type: ignore[misc]
 

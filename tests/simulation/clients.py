@@ -6,6 +6,7 @@ import numpy as np
 
 from clients import effects as fx
 from clients import events as ev
+from clients.residual import Standing
 from clients.session import ClientSession
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.checkpoints import read_checkpoint
@@ -38,7 +39,7 @@ class SimulatedClient:
         self.lines: dict[str, str] = {}
         self.models: dict[int, bytes] = {}
         self.outbox = MemoryBlobs()
-        self.kept: Offer | None = None
+        self.kept = Standing(world.federation.fingerprint, identity.node_id)
         self._random = random.Random(world.random.random())
 
     # --- life and death ----------------------------------------------------------------------------------------------
@@ -122,10 +123,10 @@ class SimulatedClient:
                 self._later(0.3 + 2.0 * self._random.random(), lambda: self._trained(order, number))
             case fx.AbandonTraining():
                 self._training += 1
-            case fx.Keep(offer):
-                self.kept = offer
-            case fx.Forget():
-                self.kept = None
+            case fx.Keep(offer, residual):
+                self.kept = self.kept.keep(offer, residual)
+            case fx.Forget(counted):
+                self.kept = self.kept.forget(counted)
             case fx.Tell(event, fields):
                 self.world.note(self.name, f"{event} {fields}")
             case fx.End(reason, error):
