@@ -144,7 +144,7 @@ def test_every_ledger_is_proven(copied: Path, kept: tuple[Path, Ended]) -> None:
         done = operator("verify", folder)
         assert done.exit_code == 0, done.output
         final = summary_in(kept[0])["final"]["model_hash"]
-        expected = [f"{name}: rounds 1 to 3 proven, model hash {final}" for name in names]
+        expected = [f"{name}: rounds 1 to 3 proven from the initial model, model hash {final}" for name in names]
         assert done.output.splitlines() == expected
 
 
