@@ -200,10 +200,16 @@ class Port(_Loop):
 
     def _monitored(self, event: int, descriptor: int) -> None:
         if event == zmq.EVENT_DISCONNECTED:
-            session = self._sessions.pop(descriptor, None)
-            if session is not None and self._descriptors.get(session) == descriptor:
-                del self._descriptors[session]
-                self._on_gone(session)
+            try:
+                self._drain()  # what arrived before the end counts, such as the chunks of an upload
+            finally:
+                self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        session = self._sessions.pop(descriptor, None)
+        if session is not None and self._descriptors.get(session) == descriptor:
+            del self._descriptors[session]
+            self._on_gone(session)
 
 
 class Line(_Loop):
@@ -263,8 +269,12 @@ class Line(_Loop):
         elif event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
             self._on_state("mismatch")
         elif event == zmq.EVENT_DISCONNECTED:
-            self._on_state("down" if self._connected else "mismatch")
-            self._connected = False
+            try:
+                self._drain()
+            finally:
+                state = "down" if self._connected else "mismatch"
+                self._connected = False
+                self._on_state(state)
 
 
 def _common(socket: zmq.Socket[bytes], peers: bool, heartbeat: tuple[int, int] | None = None) -> None:

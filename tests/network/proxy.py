@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 PIECE = 8192
+CLOSING_SECONDS = 2.0
 RECEIVE_BUFFER = 32 * 1024
 """Small, so that little is under way in the proxy: what it took it has, nearly, also passed on."""
 
@@ -26,7 +27,18 @@ class _Connection:
         for end in (self.near, self.far):
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            end.close()
+        self.close()
+
+    def finish(self) -> None:
+        """Let what was passed on arrive, and nothing more."""
+        for end in (self.near, self.far):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.near.close()
+        self.far.close()
 
 
 class Proxy:
@@ -85,7 +97,7 @@ class Proxy:
         self._call(self._do(self._flowing.set))
 
     def cut(self) -> None:
-        """Reset every connection and accept no more."""
+        """End every connection, with nothing lost of what was counted as passed on, and accept no more."""
         self._call(self._cut())
 
     def restore(self) -> None:
@@ -136,15 +148,21 @@ class Proxy:
             self._listener.close()
             self._listener = None
         for connection in list(self._connections):
-            self._close(connection)
+            self._leave(connection)
+            connection.finish()
+            self._spawn(self._close_later(connection))
 
-    def _close(self, connection: _Connection) -> None:
-        if connection in self._connections:
-            self._connections.discard(connection)
-            for end in (connection.near, connection.far):
-                self._loop.remove_reader(end)
-                self._loop.remove_writer(end)
-            connection.reset()
+    def _leave(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        for end in (connection.near, connection.far):
+            self._loop.remove_reader(end)
+            self._loop.remove_writer(end)
+
+    async def _close_later(self, connection: _Connection) -> None:
+        try:
+            await asyncio.sleep(CLOSING_SECONDS)
+        finally:
+            connection.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -188,8 +206,9 @@ class Proxy:
                     self.down += len(piece)
         except OSError:
             pass
-        if not connection.forgotten:
-            self._close(connection)
+        if not connection.forgotten and connection in self._connections:
+            self._leave(connection)
+            connection.reset()
 
     async def _expire(self) -> None:
         while True:
@@ -200,4 +219,5 @@ class Proxy:
                     self.expired += 1
                     connection.forgotten = self._silently
                     if not self._silently:
-                        self._close(connection)
+                        self._leave(connection)
+                        connection.reset()

@@ -19,14 +19,14 @@ IDLE_SECONDS = 1.5
 OFTEN = (500, 1_500)
 SELDOM = (2_500, 1_000)
 """Heartbeats in milliseconds: interval and time-out."""
-WAYS = {"c1": (OFTEN, False), "c2": (OFTEN, True), "c3": (SELDOM, False), "c4": (SELDOM, True)}
-"""By client: its heartbeat, and whether its connection would be ended silently."""
+WAYS = {"c1": (OFTEN, True), "c2": (SELDOM, True), "c3": (SELDOM, False)}
+"""By client: its heartbeat, and whether its connection would be ended silently, rather than by a reset."""
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Node, Proxy]]]:
-    """One broker and four clients that trained for three times as long as their connections may be silent, all at once."""
-    cluster = found_wide(tmp_path_factory.mktemp("idle"), 0.1, clients=4, min_contributions=4, rounds=1)
+    """One broker, and clients that trained for three times as long as their connections may be silent, all at once."""
+    cluster = found_wide(tmp_path_factory.mktemp("idle"), 0.1, clients=3, min_contributions=3, rounds=1)
     address = cluster.founded.federation.brokers[0].client_address
     with pytest.MonkeyPatch.context() as patch, cluster, ExitStack() as proxies:
         patch.setenv("WIDE_PAUSE", str(1.5 * IDLE_SECONDS))
@@ -41,14 +41,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
         yield made
 
 
-@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way[0] == OFTEN])
-def test_heartbeats_keep_a_silent_connection_alive(ended: dict[str, tuple[Node, Proxy]], name: str) -> None:
-    node, proxy = ended[name]
+def test_heartbeats_keep_a_silent_connection_alive(ended: dict[str, tuple[Node, Proxy]]) -> None:
+    node, proxy = ended["c1"]
     assert proxy.expired == 0 and proxy.opened == 1
     assert not said(node, "home broker lost")
 
 
-@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way[0] == SELDOM])
+@pytest.mark.parametrize("name", ["c2", "c3"])
 def test_a_connection_that_was_cut_while_the_client_trained_is_made_again_and_its_work_counted(
     ended: dict[str, tuple[Node, Proxy]], name: str
 ) -> None:

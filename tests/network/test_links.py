@@ -34,10 +34,8 @@ def one_client(folder: Path, megabytes: float) -> Iterator[tuple[Cluster, Proxy]
 
 
 def delta_bytes(cluster: Cluster) -> int:
-    """Bytes of a client's delta, which is one shard."""
-    schema = cluster.founded.federation.schema
-    assert len(schema.shards) == 1
-    return 4 * schema.parameter_count
+    """Bytes of a client's delta."""
+    return 4 * cluster.founded.federation.schema.parameter_count
 
 
 def counted_in_the_end(node: Node, limit: float = 60.0) -> None:
