@@ -55,7 +55,7 @@ OBSERVED = ("b1", "c1")
 WARM_UP = 0.25
 MEMORY_TARGET, DESCRIPTOR_TARGET = 3.0, 3.0
 """Most that the line may rise over all sampled rounds and count as flat: MB of resident memory, file descriptors."""
-ENDING = 3
+ENDING = 10
 """Rounds at the end that are not sampled: clients leave in them."""
 
 
