@@ -6,7 +6,6 @@ would have given.
 """
 
 import copy
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from clients.devices import chosen
 from clients.feed import Feed, feed_of, moved
+from clients.randomness import seeded
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.hashing import digest
 from ravnest_fed.model_state import delta_between, load_frozen, schema_of, write_state
@@ -66,7 +67,8 @@ class Trainer:
 
     `device` is a torch device name, or "auto": a GPU where there is one. `seed` is the federation's. `initial` is the
     federation's initial model in safetensors: what is not federated is taken from there; without it, from the recipe.
-    Raises RecipeError for a recipe that breaks its contract, and SchemaMismatch for a model that is off `schema`.
+    Raises RecipeError for a recipe that breaks its contract, SchemaMismatch for a model that is off `schema`, and
+    UsageError for a device that is not there.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Trainer:
         seed: int = 0,
         initial: Path | None = None,
     ) -> None:
-        self.device = torch.device(_best_device() if device == "auto" else device)
+        self.device = chosen(device)
         self._loaded = loaded
         self._schema = schema
         self._partition = partition
@@ -201,17 +203,8 @@ class Trainer:
         """Seed torch, NumPy and random by purpose, round and client inside this context; put them back afterwards."""
         place = f"{self._seed} {self._partition.index} {server_round}".encode()
         seed = int.from_bytes(digest(f"training {purpose}", place)[:8], "little") >> 1
-        plain, legacy = random.getstate(), np.random.get_state()
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            try:
-                yield
-            finally:
-                random.setstate(plain)
-                np.random.set_state(legacy)
+        with seeded(seed, self.device):
+            yield
 
 
 def _diverged(what: str, work: LocalWork, step: int) -> TrainingDiverged:
@@ -220,9 +213,3 @@ def _diverged(what: str, work: LocalWork, step: int) -> TrainingDiverged:
         f"the {what} {verb} not finite after step {step} of {work.local_steps} of round {work.server_round}",
         "lower the learning rate, set max_grad_norm, or look for bad samples",
     )
-
-
-def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
