@@ -13,9 +13,8 @@ import torch
 from clients.devices import Host, host, overlooked_gpus, peak_memory, survey
 from clients.feed import feed_of, moved
 from clients.ramp import SECONDS, Climbed, Ramp
-from clients.randomness import seeded
+from clients.seeding import Seeding
 from ravnest_fed.capability import MAX_NAME, Capability, Device, clipped
-from ravnest_fed.hashing import digest
 from ravnest_fed.recipe import LoadedRecipe, Partition
 
 Clock = Callable[[], float]
@@ -96,11 +95,11 @@ def measure(
 
     The time for the recipe to make its model and data is its own, and not among `seconds`.
     """
-    seed = int.from_bytes(digest("probe", loaded.hash.encode())[:8], "little") >> 1
+    seeding = Seeding(partition.seed, partition.index, device)
     # Where memory is refused in words, there is nothing to foresee.
     on_card = device.type == "cuda"
     try:
-        with seeded(seed, device):
+        with seeding.seeded("probe", 0):
             steps = _training_steps(loaded, partition, device)
             if steps is None:
                 return Climbed((), 1, "nothing could be measured", "the model does not fit into memory")

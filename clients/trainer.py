@@ -6,6 +6,7 @@ would have given.
 """
 
 import copy
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ import torch
 
 from clients.devices import chosen
 from clients.feed import Feed, feed_of, moved
-from clients.randomness import seeded
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.hashing import digest
 from ravnest_fed.model_state import delta_between, load_frozen, schema_of, write_state
@@ -203,8 +203,17 @@ class Trainer:
         """Seed torch, NumPy and random by purpose, round and client inside this context; put them back afterwards."""
         place = f"{self._seed} {self._partition.index} {server_round}".encode()
         seed = int.from_bytes(digest(f"training {purpose}", place)[:8], "little") >> 1
-        with seeded(seed, self.device):
-            yield
+        plain, legacy = random.getstate(), np.random.get_state()
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            try:
+                yield
+            finally:
+                random.setstate(plain)
+                np.random.set_state(legacy)
 
 
 def _diverged(what: str, work: LocalWork, step: int) -> TrainingDiverged:
