@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from clients.effects import Tell
+from clients.probing import probe
 from ravnest_fed.commands.ending import call_when_input_closes
 from ravnest_fed.commands.failing import failing_cleanly
 from ravnest_fed.errors import IdentityError, UsageError
@@ -61,6 +62,9 @@ def join(
     )
     reason = asyncio.run(_until_told(runner, until_input_closes))
     console.print(f"[bold]done[/bold]: {escape(reason)}; {runner.session.contributions} contributions counted")
+
+
+cli.add_command(probe)
 
 
 async def _until_told(runner: "ClientRunner", until_input_closes: bool) -> str:

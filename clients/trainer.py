@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from clients.devices import chosen
 from clients.feed import Feed, Position, feed_of, moved
 from clients.seeding import Seeding
 from ravnest_fed.errors import RavnestError
@@ -75,7 +76,8 @@ class Trainer:
 
     `device` is a torch device name, or "auto": a GPU where there is one. `seed` is the federation's. `initial` is the
     federation's initial model in safetensors: what is not federated is taken from there; without it, from the recipe.
-    Raises RecipeError for a recipe that breaks its contract, and SchemaMismatch for a model that is off `schema`.
+    Raises RecipeError for a recipe that breaks its contract, SchemaMismatch for a model that is off `schema`, and
+    UsageError for a device that is not there.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Trainer:
         seed: int = 0,
         initial: Path | None = None,
     ) -> None:
-        self.device = torch.device(_best_device() if device == "auto" else device)
+        self.device = chosen(device)
         self._loaded = loaded
         self._schema = schema
         self._partition = partition
@@ -206,9 +208,3 @@ def _diverged(what: str, work: LocalWork, step: int) -> TrainingDiverged:
         f"the {what} {verb} not finite after step {step} of {work.local_steps} of round {work.server_round}",
         "lower the learning rate, set max_grad_norm, or look for bad samples",
     )
-
-
-def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
