@@ -1,8 +1,12 @@
 """When a round may close, and what it waits for: pure functions over counts and times."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ravnest_fed.federation import Rounds
+
+NAMED = 4
+"""How many of those who are waited for are named."""
 
 
 @dataclass(frozen=True)
@@ -14,22 +18,41 @@ class Readiness:
     waiting: str
 
 
-def readiness(rounds: Rounds, arrived: int, expected: int, minimum_since: float | None, now: float) -> Readiness:
+def readiness(rounds: Rounds, arrived: int, expected: int, missing: Sequence[str], at: float, now: float) -> Readiness:
     """Judge a round with `arrived` contributions held by their owners.
 
-    `expected` is how many clients may still be counted on in all; `minimum_since` is when `min_contributions` were first
-    reached (seconds). A round closes at once when nobody else is expected, else when the grace time has passed.
+    `expected` is how many clients may still be counted on in all, `missing` the names of those who have not come; `at` is
+    when the grace is over (seconds). A round closes at once when nobody else is expected, else when the grace is over.
     """
     if arrived < rounds.min_contributions or arrived == 0:
         return Readiness(False, None, f"waiting {arrived}/{rounds.min_contributions} contributions")
     wanted = min(rounds.target_contributions or expected, max(expected, rounds.min_contributions))
-    since = now if minimum_since is None else minimum_since
-    at = since + rounds.grace_seconds
     if arrived >= wanted or now >= at:
         return Readiness(True, now, "closing")
     return Readiness(
-        False, at, f"waiting for {wanted - arrived} more of {wanted}, {max(0.0, at - now):.0f} s grace left"
+        False,
+        at,
+        f"waiting for {wanted - arrived} more of {wanted}{named(missing)}; {max(0.0, at - now):.0f} s grace left",
     )
+
+
+def named(missing: Sequence[str]) -> str:
+    """The first few of these names, in brackets."""
+    shown = ", ".join(missing[:NAMED]) + (", …" if len(missing) > NAMED else "")
+    return f" ({shown})" if shown else ""
+
+
+def missing_clients(
+    last_clients: tuple[str, ...],
+    live: frozenset[str],
+    away: frozenset[str],
+    contributed: frozenset[str],
+    server_round: int,
+    members: Iterable[str],
+) -> list[str]:
+    """The clients that `expected_clients` counts on and that have not come."""
+    known = set(members) if server_round == 1 else set(last_clients) | live
+    return sorted(known - away - contributed)
 
 
 def expected_clients(

@@ -48,6 +48,10 @@ class Contributions:
         known = self._by_client.get(client)
         return self._by_hash.get(known) if known else None
 
+    def longest_training(self) -> float:
+        """The longest training among them, as the clients declare it, in seconds."""
+        return max((one.manifest.training_seconds for one in self._by_hash.values()), default=0.0)
+
     def clients(self) -> frozenset[str]:
         """Who contributed."""
         return frozenset(self._by_client)

@@ -43,6 +43,7 @@ from brokers.events import (
     Tick,
 )
 from brokers.intake import Intake
+from brokers.pace import Pace
 from brokers.planner import work_order
 from brokers.round import OpenRound
 from brokers.sessions import Session, Sessions
@@ -100,11 +101,12 @@ class BrokerCore:
         highest_sequences: dict[str, int],
         welcome: tuple[BlobRef, BlobRef],
         consolidation: Consolidation,
+        pace: Pace,
         now: float,
     ) -> None:
         """`admitted`, `evaluations` and `record` are what the ledger kept of the open round; `welcome` names the blobs of
-        the federation file and the initial model; `consolidation` knows what the ledger holds of rounds before; `now` is
-        in seconds, as in every method."""
+        the federation file and the initial model; `consolidation` and `pace` know what
+        the ledger holds of rounds before; `now` is in seconds, as in every method."""
         self.federation = federation
         self.head = head
         self.sessions = Sessions(federation)
@@ -117,11 +119,14 @@ class BrokerCore:
         self._highest = dict(highest_sequences)
         self._early: list[tuple[str, Message]] = []
         self._consolidation = consolidation
+        self._pace = pace
         self._catching = CatchingUp(federation)
+        self._late: set[str] = set()
+        self._before_began: float | None = None
         self._greeted_at = now
         self._majority_at = now
         self._patient_until = now + STARTING_SECONDS
-        self.round = OpenRound(federation, head, identity, record, self._patient_until, now)
+        self.round = OpenRound(federation, head, identity, record, pace, self._patient_until, now)
         self._admitted_before = admitted
         self._evaluations_before = evaluations
 
@@ -270,6 +275,7 @@ class BrokerCore:
             case Offer() if not known.operator:
                 if message.manifest.node_id != known.node_id:
                     return [SendClient(session, Refused("wrong-signature", "this is another client's contribution"))]
+                self._note_late(message.manifest, now)
                 highest = self._highest_of(known.node_id)
                 return self.intake.offer(session, message, self.head, self.round.contributions, highest)
             case Skip(base_round=base_round, reason=reason):
@@ -285,6 +291,15 @@ class BrokerCore:
                 answer = SendClient(session, Goodbye("heard"))
                 return [answer, EndSession(session), *self._lose(session, now)]
         return []
+
+    def _note_late(self, signed: Signed, now: float) -> None:
+        """A contribution to the round just closed tells how long that round would have had to wait."""
+        manifest = open_signed(Manifest, signed, self.federation.public_key(signed.node_id))
+        if manifest is None or manifest.base_round != self.head.server_round - 1 or self._before_began is None:
+            return
+        if signed.node_id not in self._late:
+            self._late.add(signed.node_id)
+            self._pace.took(now - self._before_began)
 
     def _greet(self, session: str, curve_key: str, hello: Hello, now: float) -> list[Effect]:
         greeted = self.sessions.greet(session, curve_key, hello, now)
@@ -373,6 +388,7 @@ class BrokerCore:
         seconds = now - self.round.started
         effects: list[Effect] = [SaveCommit(commit, body, seconds), Fold(commit, body), Cache(record)]
         effects += self._consolidation.committed(body)
+        self._pace.took(seconds)
         head = self.head.after(body, commit.body, self.federation.strategy.norm_history)
         return effects + self._begin_round(head, ref, now)
 
@@ -393,11 +409,14 @@ class BrokerCore:
         """The round after `head` begins; `ref` is the record of the head's commit."""
         # Contributions that are still on their way were made on the base that is left now.
         effects: list[Effect] = [Abandon("spool")]
+        self._before_began, self._late = self.round.started, set()
         self.head = head
         self.intake.forget_before(self.head.server_round)
         self.sessions.new_round()
         self._catching.moved_on()
-        self.round = OpenRound(self.federation, self.head, self._identity, VoteRecord(), self._patient_until, now)
+        self.round = OpenRound(
+            self.federation, self.head, self._identity, VoteRecord(), self._pace, self._patient_until, now
+        )
         notice = CommitNotice(self.head.server_round, ref)
         for session in self.sessions.by_node.values():
             if session.ready >= 0:
@@ -421,7 +440,7 @@ class BrokerCore:
         if now - self._greeted_at >= GREETING_SECONDS:
             self._greeted_at = now
             effects += self._to_peers(self._hello())
-        text = "" if self.head.stop else self.round.readiness(now).waiting.split(",")[0]
+        text = "" if self.head.stop else self.round.readiness(now).waiting.split(";")[0]
         for session in self.sessions.by_node.values():
             if session.ready >= 0 and session.told != text:
                 session.told = text

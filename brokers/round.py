@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from brokers import agreement as paxos
-from brokers.closing import Readiness, expected_clients, readiness
+from brokers.closing import Readiness, expected_clients, missing_clients, named, readiness
 from brokers.contributions import Contribution, Contributions
 from brokers.effects import (
     Accumulate,
@@ -27,6 +27,7 @@ from brokers.effects import (
     SendPeer,
 )
 from brokers.events import Examined, Fetched, Missed, Previewed, Reduced
+from brokers.pace import Pace
 from brokers.supply import Supply
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.decree import draft, evidence_for, reduction_of
@@ -88,6 +89,7 @@ class OpenRound:
         head: Head,
         identity: Identity,
         record: VoteRecord,
+        pace: Pace,
         patient_until: float,
         now: float,
     ) -> None:
@@ -98,6 +100,7 @@ class OpenRound:
         self.contributions = Contributions(federation, head)
         self.outcome: Commit | None = None
         self.started = now
+        self._pace = pace
         self._patient_until = patient_until
         self._identity = identity
         self._me = identity.node_id
@@ -314,7 +317,21 @@ class OpenRound:
             rounds.target_contributions,
             len(self.federation.members),
         )
-        return readiness(rounds, arrived, expected, self._minimum_since, now)
+        since = now if self._minimum_since is None else self._minimum_since
+        at = self._pace.close_at(self.started, since, self.contributions.longest_training())
+        return readiness(rounds, arrived, expected, self.missing(), at, now)
+
+    def missing(self) -> list[str]:
+        """The names of the clients that are waited for."""
+        missing = missing_clients(
+            self.head.last_clients,
+            self._clients_live,
+            self._clients_away,
+            self.contributions.clients(),
+            self.server_round,
+            self.federation.member_by_id,
+        )
+        return [self.federation.name_of(client) for client in missing]
 
     def advance(self, now: float) -> list[Effect]:
         """Take every step that is possible by now."""
@@ -346,7 +363,10 @@ class OpenRound:
         reduction = reduction_of(self.federation, self.head, counted)
         plan = PlanNotice(view, reduction, owners)
         self._planned_view = view
-        return [*self._to_all(plan), *self._on_plan(self._me, plan, now)]
+        effects: list[Effect] = []
+        if missing := self.missing():
+            effects.append(Say("not waited for", {"round": self.server_round, "clients": named(missing).strip(" ()")}))
+        return [*effects, *self._to_all(plan), *self._on_plan(self._me, plan, now)]
 
     def _on_plan(self, node_id: str, plan: PlanNotice, now: float) -> list[Effect]:
         schema, roster = self.federation.schema, self.federation.roster

@@ -22,6 +22,7 @@ from brokers import events as ev
 from brokers.consolidation import Consolidation, update_bytes
 from brokers.core import BrokerCore
 from brokers.fetching import Fetching
+from brokers.pace import RECENT, Pace
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.decree import weighted_means
@@ -103,6 +104,7 @@ class BrokerServer:
             {member: self.ledger.highest_sequence(member) for member in self.federation.member_by_id},
             self._welcome,
             Consolidation(self.federation.checkpoints, checkpoints, sizes),
+            Pace(self.federation.rounds, [row.seconds for row in self.ledger.rows(max(0, head.server_round - RECENT))]),
             time.monotonic(),
         )
         self._memory = MemoryBlobs()

@@ -74,11 +74,16 @@ class Codecs(_Table, frozen=True, kw_only=True):
 
 
 class Rounds(_Table, frozen=True, kw_only=True):
-    """When a round closes and how much work a client does in it. Seconds are durations, never dates."""
+    """When a round closes and how much work a client does in it. Seconds are durations, never dates.
+
+    With `grace_seconds` 0 the grace follows from how long recent rounds took, within its two bounds.
+    """
 
     target_contributions: int = 0
     min_contributions: int = 1
-    grace_seconds: float = 10.0
+    grace_seconds: float = 0.0
+    min_grace_seconds: float = 2.0
+    max_grace_seconds: float = 300.0
     local_steps: int = 10
     micro_batch: int = 32
     accumulation: int = 1
@@ -328,9 +333,11 @@ def check(federation: Federation, where: str) -> None:
     for name in ("local_steps", "micro_batch", "accumulation", "min_contributions"):
         if not 1 <= getattr(rounds, name) <= 2**31:
             refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", f"use 1 to {2**31}")
-    for name in ("grace_seconds", "deadline_seconds"):
+    for name in ("grace_seconds", "min_grace_seconds", "max_grace_seconds", "deadline_seconds"):
         if not (math.isfinite(getattr(rounds, name)) and getattr(rounds, name) >= 0):
             refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", "use a duration in seconds")
+    if rounds.min_grace_seconds > rounds.max_grace_seconds:
+        refuse("rounds.min_grace_seconds", "is above rounds.max_grace_seconds", "lower it")
     if rounds.target_contributions and rounds.target_contributions < rounds.min_contributions:
         refuse("rounds.target_contributions", "is below rounds.min_contributions", "raise it, or use 0 for everybody")
     if federation.members and rounds.min_contributions > len(federation.members):

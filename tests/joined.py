@@ -15,6 +15,7 @@ from brokers import effects as fx
 from brokers import events as ev
 from brokers.consolidation import Consolidation
 from brokers.core import BrokerCore
+from brokers.pace import Pace
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.encoding import encode_delta
@@ -147,6 +148,7 @@ class JoinedBroker:
             {},
             (nothing, nothing),
             Consolidation(federation.checkpoints, [], {}),
+            Pace(federation.rounds),
             self.joined.now,
         )
         self.alive = True

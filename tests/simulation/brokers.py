@@ -7,6 +7,7 @@ from brokers import effects as fx
 from brokers import events as ev
 from brokers.consolidation import Consolidation, update_bytes
 from brokers.core import BrokerCore
+from brokers.pace import Pace
 from brokers.workbench import Workbench
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.checkpoints import read_checkpoint
@@ -159,6 +160,7 @@ class SimulatedBroker:
             dict(self.disk.highest),
             WELCOME,
             self.disk.consolidation(world.federation),
+            Pace(world.federation.rounds),
             self.clock(),
         )
         world.note(self.name, f"starts at round {head.server_round}")

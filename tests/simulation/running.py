@@ -254,8 +254,13 @@ class Run:
 def _federation(brokers: int, clients: int, checkpoints: tuple[int, int]):  # type: ignore[no-untyped-def]
     key = (brokers, clients, checkpoints)
     if key not in _FEDERATIONS:
-        rounds = {"grace_seconds": 3.0, "min_contributions": min(2, clients)}
         every, keep = checkpoints
+        # Both ways of waiting for the rest are in use.
+        rounds = {
+            "grace_seconds": 3.0 if keep == 1 else 0.0,
+            "max_grace_seconds": 5.0,
+            "min_contributions": min(2, clients),
+        }
         schema = {"brokers": brokers, "clients": clients, "values": 2 * 4096, "rounds": rounds}
         schema["checkpoints"] = {"checkpoint_every": every, "keep": keep}
         _FEDERATIONS[key] = federation_of(**schema, small=True)  # type: ignore[arg-type]
