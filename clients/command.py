@@ -47,7 +47,11 @@ def cli() -> None:
 def join(
     link: str, recipe: Path, device: str, threads: int | None, state: Path | None, until_input_closes: bool, debug: bool
 ) -> None:
-    """Join through LINK (or a file that holds it) and train until the federation ends."""
+    """Join through LINK (or a file that holds it) and train until the federation ends.
+
+    Ctrl-C finishes the round and then says goodbye; a second one drops the round. What was not handed in is kept, and
+    offered again at the next start.
+    """
     parsed = parse_link(_link_text(link))
     import torch
 
@@ -69,10 +73,10 @@ cli.add_command(probe)
 
 async def _until_told(runner: "ClientRunner", until_input_closes: bool) -> str:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Windows has no such handlers; there Ctrl-C ends the process without a goodbye.
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, runner.leave)
+    # Windows has no such handlers; there Ctrl-C ends the process without a goodbye.
+    with contextlib.suppress(NotImplementedError):
+        loop.add_signal_handler(signal.SIGINT, runner.leave, True)
+        loop.add_signal_handler(signal.SIGTERM, runner.leave)
     if until_input_closes:
         call_when_input_closes(runner.leave)
     return await runner.run()

@@ -122,7 +122,9 @@ class TrainingFailed:
 
 @dataclass(frozen=True)
 class Leave:
-    """The owner wants to stop."""
+    """The owner wants to stop: with `finish` after the round is handed in, unless that is wished a second time."""
+
+    finish: bool = False
 
 
 @dataclass(frozen=True)

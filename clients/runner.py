@@ -111,9 +111,9 @@ class ClientRunner:
             raise self._outcome.error
         return self._outcome.reason
 
-    def leave(self) -> None:
-        """The owner wants to stop: say goodbye and end."""
-        self._handle(ev.Leave())
+    def leave(self, finish: bool = False) -> None:
+        """The owner wants to stop: say goodbye and end, with `finish` once the round is handed in."""
+        self._handle(ev.Leave(finish))
 
     # --- messages ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import msgspec
 from clients import effects as fx
 from clients import events as ev
 from clients.homes import Homes
+from clients.leaving import Leaving
 from clients.residual import Standing
 from ravnest_fed.errors import (
     KeyRefused,
@@ -59,8 +60,6 @@ RETRY_SECONDS, MOST_RETRY_SECONDS = 5.0, 600.0
 """How long a client waits before it tries a round again that failed here, at first and at the most."""
 MOST_FAILURES = 3
 """How many rounds in a row a recipe may fail before the client gives up."""
-GOODBYE_SECONDS = 3.0
-"""How long the answer to a goodbye is waited for."""
 
 
 @dataclass
@@ -123,16 +122,23 @@ class ClientSession:
         self._again_at = 0.0
         self._again_after = AGAIN_SECONDS
         self._wanted: dict[bytes, BlobRef] = {}
-        self._leaving = ""
-        self._left_at = now
+        self._leaving = Leaving()
         self._now = now
 
     # --- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[fx.Effect]:
         """Take one event."""
-        if self._leaving:
-            return self._while_leaving(event, now)
+        if self._leaving.reason:
+            return [fx.End(self._leaving.reason)] if self._leaving.over(event, self.home, now) else []
+        effects = self._take(event, now)
+        pending = self._pending
+        handed_in = pending is None or pending.receipted or bool(pending.refused)
+        if self._leaving.finishing and not self._leaving.reason and self._training is None and handed_in:
+            effects += self._leave("leaving at the owner's wish, with the round handed in")
+        return effects
+
+    def _take(self, event: ev.Event, now: float) -> list[fx.Effect]:
         self._now = now
         if not isinstance(event, ev.Tick):
             self._again_after = AGAIN_SECONDS
@@ -168,8 +174,11 @@ class ClientSession:
                 return self._on_trained(event)
             case ev.TrainingFailed(base_round, error):
                 return self._on_training_failed(base_round, error)
-            case ev.Leave():
-                return self._leave("leaving at the owner's wish")
+            case ev.Leave(finish):
+                if not finish or self._leaving.finishing:
+                    return self._leave("leaving at the owner's wish")
+                self._leaving.finishing = True
+                return [fx.Tell("finishing the round", {"to drop it": "press Ctrl-C again"})]
             case ev.Tick():
                 return self._on_tick(now)
 
@@ -469,6 +478,8 @@ class ClientSession:
     def _start_training(self) -> list[fx.Effect]:
         if self._order is None or self.head is None or self._folding or self._training is not None:
             return []
+        if self._leaving.finishing:
+            return []
         signed, order = self._order
         # A contribution on a later base is an earlier life's: what became of it is known once the commits are here.
         done = self._pending is not None and self._pending.manifest.base_round >= order.base_round
@@ -576,24 +587,12 @@ class ClientSession:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _leave(self, reason: str) -> list[fx.Effect]:
-        """Say goodbye, and wait for the answer: it shows that what was said before has arrived."""
+        """Say goodbye, and wait for the answer."""
         if self.home is None or not self._greeted:
             return self._end(reason, None)
-        self._leaving, self._left_at = reason, self._now
+        self._leaving.begin(reason, self._now)
         effects: list[fx.Effect] = [fx.AbandonTraining()] if self._training is not None else []
         return [*effects, fx.Send(self.home, Goodbye(reason))]
-
-    def _while_leaving(self, event: ev.Event, now: float) -> list[fx.Effect]:
-        match event:
-            case ev.FromBroker(broker, Goodbye()) if broker == self.home:
-                return [fx.End(self._leaving)]
-            case ev.Line(broker) if broker == self.home:
-                return [fx.End(self._leaving)]
-            case ev.Leave():
-                return [fx.End(self._leaving)]
-            case ev.Tick() if now - self._left_at > GOODBYE_SECONDS:
-                return [fx.End(self._leaving)]
-        return []
 
     def _end(self, reason: str, error: RavnestError | None) -> list[fx.Effect]:
         effects: list[fx.Effect] = [fx.AbandonTraining()] if self._training is not None else []

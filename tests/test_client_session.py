@@ -377,3 +377,32 @@ def test_leaving_abandons_the_work_under_way(client: Client) -> None:
     client.order(ORDER_0)
     effects = client.do(ev.Leave())
     assert [type(effect) for effect in effects] == [fx.AbandonTraining, fx.Send]
+
+
+def test_who_wishes_to_finish_hands_the_round_in_and_then_says_goodbye(client: Client) -> None:
+    client.order(ORDER_0)
+    effects = client.do(ev.Leave(finish=True))
+    assert told(effects) == ["finishing the round"] and not sent(effects, Goodbye)
+    offer = offered(client.trained())
+    effects = client.hear(receipt_by(home_identity(client), offer))
+    assert len(sent(effects, Goodbye)) == 1
+    (end,) = only(client.hear(Goodbye("heard")), fx.End)
+    assert end.error is None
+
+
+def test_who_finishes_begins_no_other_round_and_leaves_when_the_round_closed_without_it(client: Client) -> None:
+    client.order(ORDER_0)
+    client.do(ev.Leave(finish=True))
+    effects = client.fetch_commit(1)
+    assert only(effects, fx.AbandonTraining) and len(sent(effects, Goodbye)) == 1
+
+
+def test_a_second_wish_drops_the_round(client: Client) -> None:
+    client.order(ORDER_0)
+    client.do(ev.Leave(finish=True))
+    effects = client.do(ev.Leave(finish=True))
+    assert only(effects, fx.AbandonTraining) and len(sent(effects, Goodbye)) == 1
+
+
+def test_with_nothing_under_way_finishing_is_leaving(client: Client) -> None:
+    assert len(sent(client.do(ev.Leave(finish=True)), Goodbye)) == 1

@@ -21,7 +21,8 @@ from ravnest_fed.ledger import Ledger
 from ravnest_fed.links import parse_link
 from tests.tiny_federation import federation_in, found_tiny, one_line_error, operator, write_recipe
 
-STATUSES = [kind.exit_status for kind in errors.RavnestError.__subclasses__()]
+KINDS = [kind for kind in errors.RavnestError.__subclasses__() if kind.__module__ == errors.__name__]
+STATUSES = [kind.exit_status for kind in KINDS]
 
 
 @pytest.fixture
