@@ -43,13 +43,13 @@ from brokers.events import (
     Tick,
 )
 from brokers.intake import Intake
+from brokers.orders import WorkOrders
 from brokers.pace import Pace
-from brokers.planner import work_order
 from brokers.round import OpenRound
 from brokers.sessions import Session, Sessions
 from ravnest_fed.decree import evaluation_of
 from ravnest_fed.errors import AdmissionRefused
-from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, decode, encode, open_signed, sign, signed_hash
+from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, decode, encode, open_signed, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack
 from ravnest_fed.hashing import digest
@@ -59,6 +59,7 @@ from ravnest_fed.ledger import Admitted, VoteRecord
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
     Announcement,
+    CapabilityNotice,
     CheckpointNotice,
     CommitNotice,
     CommitsRequest,
@@ -67,7 +68,6 @@ from ravnest_fed.messages import (
     Hello,
     Message,
     Offer,
-    OrderNotice,
     PeerHello,
     Presence,
     Ready,
@@ -111,6 +111,7 @@ class BrokerCore:
         self.head = head
         self.sessions = Sessions(federation)
         self.intake = Intake(federation, identity)
+        self._orders = WorkOrders(federation, identity)
         self._identity = identity
         self._me = identity.node_id
         self._welcome = welcome
@@ -269,7 +270,7 @@ class BrokerCore:
             case Ready(server_round=server_round):
                 known.ready = server_round
                 # The order stands until the client has folded its way up to it: the round may wait for this client.
-                return [*self._ask_for_commits(session, False, server_round), *self._order(known)]
+                return [*self._ask_for_commits(session, False, server_round), *self._order(known, now)]
             case CommitsRequest(server_round=server_round):
                 return self._ask_for_commits(session, False, server_round)
             case Offer() if not known.operator:
@@ -287,6 +288,8 @@ class BrokerCore:
             case EvaluationNotice(evaluation=signed) if signed.node_id == known.node_id:
                 effects = self._take_evaluation(signed)
                 return effects + self._to_peers(message) if effects else []
+            case CapabilityNotice(capability=capability) if not known.operator:
+                self._orders.hear(known.node_id, capability)
             case Goodbye():
                 answer = SendClient(session, Goodbye("heard"))
                 return [answer, EndSession(session), *self._lose(session, now)]
@@ -322,15 +325,14 @@ class BrokerCore:
         counted = self.head.counted.get(client)
         return max(self._highest.get(client, 0), counted.highest if counted else 0)
 
-    def _order(self, known: Session) -> list[Effect]:
+    def _order(self, known: Session, now: float) -> list[Effect]:
         if known.operator or self.head.stop:
             return []
         contributions = self.round.contributions
         if contributions.of_client(known.node_id) or contributions.equivocated(known.node_id):
             # A client that lost its memory would sign a second delta for the round.
             return []
-        order = work_order(self.federation, self.head, known.node_id)
-        return [SendClient(known.session, OrderNotice(sign(self._identity, order)))]
+        return self._orders.give(known, self.head, now)
 
     def _lose(self, session: str, now: float) -> list[Effect]:
         return self._presence_changed(now) if self.sessions.lose(session) else []
@@ -371,6 +373,7 @@ class BrokerCore:
                     self._highest[upload.manifest.client] = max(
                         self._highest.get(upload.manifest.client, 0), upload.manifest.sequence
                     )
+                    self._orders.delivered(upload.manifest, sum(ref.length for ref in upload.shards), now)
                     effects += self.round.add_contribution(upload.signed, upload.manifest, upload.shards, self._me, now)
             adopted, decided = self._catching.adopted, self.round.outcome or self._catching.caught
             if adopted is not None and adopted.server_round > self.head.server_round:
@@ -386,6 +389,8 @@ class BrokerCore:
         record = pack(encode(commit))
         ref = BlobRef.of(record)
         seconds = now - self.round.started
+        present = self.sessions.by_node.keys() - self.sessions.away()
+        self._orders.closed(self.round.contributions, present, now)
         effects: list[Effect] = [SaveCommit(commit, body, seconds), Fold(commit, body), Cache(record)]
         effects += self._consolidation.committed(body)
         self._pace.took(seconds)
@@ -421,7 +426,7 @@ class BrokerCore:
         for session in self.sessions.by_node.values():
             if session.ready >= 0:
                 effects.append(SendClient(session.session, notice))
-                effects += self._order(session)
+                effects += self._order(session, now)
         effects += self._to_peers(self._hello())
         effects += self.round.start(now)
         effects += self.round.set_live(self._live(), now)

@@ -62,7 +62,12 @@ def join(
         torch.set_num_threads(threads)
     console = Console(stderr=False, highlight=False, soft_wrap=True)
     runner = ClientRunner(
-        parsed, load_recipe(recipe), lambda told: _show(console, told), state or _state_of(parsed), device
+        parsed,
+        load_recipe(recipe),
+        lambda told: _show(console, told),
+        state or _state_of(parsed),
+        device,
+        probes=state or user_data_path("ravnest-fed"),
     )
     reason = asyncio.run(_until_told(runner, until_input_closes))
     console.print(f"[bold]done[/bold]: {escape(reason)}; {runner.session.contributions} contributions counted")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ravnest_fed.capability import Capability
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import BlobRef
 from ravnest_fed.federation import Federation
@@ -58,9 +59,10 @@ class FederationRead:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The initial model is loaded and the recipe fits it."""
+    """The initial model is loaded and the recipe fits it; `capability` is what the machine can do, if that is asked for."""
 
     head: Head
+    capability: Capability | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """`ravnest-client probe`: measures, or remembers, and shows it as a table or as JSON."""
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 
 import click
@@ -12,6 +14,8 @@ from rich.text import Text
 from ravnest_fed.capability import Capability, as_tables
 from ravnest_fed.commands.failing import failing_cleanly
 from ravnest_fed.commands.round_table import readable_bytes
+from ravnest_fed.errors import UsageError
+from ravnest_fed.partition import Partition
 
 
 @click.command()
@@ -24,6 +28,7 @@ from ravnest_fed.commands.round_table import readable_bytes
 @click.option("--fresh", is_flag=True, help="Measure again, even if this machine was measured before.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--state", type=click.Path(path_type=Path, file_okay=False), help="Where to remember what was measured.")
+@click.option("--part", hidden=True, help="INDEX/COUNT/SEED of the part of the data; all of it by default.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @failing_cleanly
 def probe(
@@ -34,6 +39,7 @@ def probe(
     fresh: bool,
     as_json: bool,
     state: Path | None,
+    part: str | None,
     debug: bool,
 ) -> None:
     """Measure what this machine can do with RECIPE, and say why each number is what it is."""
@@ -42,28 +48,43 @@ def probe(
     from clients.devices import chosen, machine
     from clients.probe import capability_of, measure
     from clients.remembered import Key, RememberedProbes
-    from ravnest_fed.recipe import Partition, load_recipe
+    from ravnest_fed.recipe import load_recipe
 
     if threads:
         torch.set_num_threads(threads)
     on = chosen(device)
-    loaded = load_recipe(recipe)
-    memory = RememberedProbes(state or user_data_path("ravnest-fed"))
-    key = Key(loaded.hash, machine(), str(on), "0/1")
-    climbed = None if fresh else memory.find(key)
-    remembered = climbed is not None
-    if climbed is None:
-        climbed = measure(loaded, Partition(0, 1, loaded.recipe.seed), on, seconds)
+    # What a recipe prints must not stand among the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded = load_recipe(recipe)
+        partition = _partition(part or f"0/1/{loaded.recipe.seed}")
+        key = Key(loaded.hash, machine(), str(on), f"{partition.index}/{partition.count}/{partition.seed}")
+        memory = RememberedProbes(state or user_data_path("ravnest-fed"))
+        known = None if fresh else memory.find(key)
+        climbed = known or measure(loaded, partition, on, seconds)
+    if known is None:
         try:
             memory.keep(key, climbed)
         except OSError as error:
             click.echo(f"not remembered: {error}", err=True)
     capability = capability_of(climbed, on)
     if as_json:
-        tables = {"recipe": loaded.name, "recipe_hash": loaded.hash, "remembered": remembered, **as_tables(capability)}
+        tables = {
+            "recipe": loaded.name,
+            "recipe_hash": loaded.hash,
+            "remembered": known is not None,
+            **as_tables(capability),
+        }
         click.echo(json.dumps(tables, indent=2))
     else:
-        show(capability, loaded.name, remembered, Console(highlight=False))
+        show(capability, loaded.name, known is not None, Console(highlight=False))
+
+
+def _partition(text: str) -> Partition:
+    try:
+        index, count, seed = (int(number) for number in text.split("/"))
+        return Partition(index, count, seed)
+    except ValueError:
+        raise UsageError(f"{text[:60]!r} is no part of the data", "write it like 0/4/7: index, count, seed") from None
 
 
 def show(capability: Capability, recipe: str, remembered: bool, console: Console) -> None:

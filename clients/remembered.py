@@ -21,7 +21,7 @@ MAX_FILE_BYTES: Final = 2**20
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What a measurement holds for: hash of the recipe, `devices.machine()`, torch device, and "index/count"."""
+    """What a measurement holds for: hash of the recipe, `devices.machine()`, torch device, and part of the data."""
 
     recipe: str
     machine: str

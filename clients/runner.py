@@ -14,17 +14,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 
 from clients import effects as fx
 from clients import events as ev
 from clients.devices import describe, overlooked_gpus
 from clients.fetched import FetchedBlobs
 from clients.outbox import Outbox
+from clients.probe_process import ProbeFailed, probe_apart
 from clients.progress import ProgressFiles, ProgressUnreadable, StateNotKept
 from clients.residual import ErrorFeedback
 from clients.session import ClientSession
 from clients.trainer import LocalResult, LocalWork, Progress, RoundAbandoned, Trainer
 from ravnest_fed import codecs
+from ravnest_fed.capability import Capability
 from ravnest_fed.checkpoints import checkpoint_pieces, read_checkpoint
 from ravnest_fed.decree import check_votes, open_commit
 from ravnest_fed.encoding import encode_delta
@@ -50,8 +53,9 @@ Tell = Callable[[fx.Tell], None]
 class ClientRunner:
     """Takes part with `loaded` through `link` until training ends.
 
-    `tell` shows what happens to the machine's owner; `state` is the directory for what must survive a kill. `heartbeat`
-    is that of the lines to the brokers, in milliseconds.
+    `tell` shows what happens to the machine's owner; `state` is the directory for what must survive a kill, `probes` the
+    one where measurements are remembered, `state` too by default. `heartbeat` is that of the lines to the brokers, in
+    milliseconds.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class ClientRunner:
         state: Path,
         device: str = "auto",
         heartbeat: tuple[int, int] = CLIENT_HEARTBEAT,
+        probes: Path | None = None,
     ) -> None:
         self.link = link
         self.identity = Identity(link.seed)
@@ -74,6 +79,7 @@ class ClientRunner:
         self._tell = tell
         self._device = device
         self._heartbeat = heartbeat
+        self._probes = probes or state
         self._trainer: Trainer | None = None
         self._blobs = FetchedBlobs(state / "fetched")
         self._initial = b""
@@ -264,6 +270,7 @@ class ClientRunner:
             members = [member.node_id for member in federation.members]
             seed = federation.federation.seed
             partition = Partition(members.index(self.identity.node_id), len(members), seed)
+            capability = self._measure(partition) if federation.rounds.target_seconds else None
             self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed, file)
         self._trainer.load_data()
         self._check_progress()
@@ -271,7 +278,18 @@ class ClientRunner:
         self._tell_later(fx.Tell("trains on", {"device": describe(device)}))
         if hint := overlooked_gpus(device):
             self._tell_later(fx.Tell("hint", {"gpu": hint}, warning=True))
-        return ev.Prepared(self.replica.head)
+        return ev.Prepared(self.replica.head, capability)
+
+    def _measure(self, partition: Partition) -> Capability | None:
+        """Probe before the model takes its memory; what fails here costs the first round's size, nothing more."""
+        threads = torch.get_num_threads()
+        try:
+            return probe_apart(
+                self._loaded.path, partition, self._device, threads, self._probes, lambda: self._outcome is not None
+            )
+        except (ProbeFailed, OSError) as error:
+            self._tell_later(fx.Tell("not measured", {"reason": str(error)}, warning=True))
+            return None
 
     def _tell_later(self, told: fx.Tell) -> None:
         self._loop.call_soon_threadsafe(self._tell, told)

@@ -17,6 +17,7 @@ from clients import events as ev
 from clients.homes import Homes
 from clients.leaving import Leaving
 from clients.residual import Standing
+from ravnest_fed.capability import Capability
 from ravnest_fed.errors import (
     KeyRefused,
     NoDataError,
@@ -33,6 +34,7 @@ from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.links import Link
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
+    CapabilityNotice,
     CheckpointNotice,
     CommitNotice,
     CommitsRequest,
@@ -102,6 +104,7 @@ class ClientSession:
         self._greeted = False
         self._ever_greeted = False
         self._welcome: Welcome | None = None
+        self._capability: Capability | None = None
         self._notices: dict[int, BlobRef] = {}
         self._checkpoint: CheckpointNotice | None = None
         self._newest = 0
@@ -158,9 +161,10 @@ class ClientSession:
                 return self._on_missed(blob, now)
             case ev.FederationRead(federation):
                 return self._on_federation(federation)
-            case ev.Prepared(head):
+            case ev.Prepared(head, capability):
                 self._take_head(head)
-                return [fx.Evaluate(head.server_round), *self._ready()]
+                self._capability = capability
+                return [fx.Evaluate(head.server_round), *self._say_capability(), *self._ready()]
             case ev.CommitOpened(server_round, updates):
                 return self._on_commit_opened(server_round, updates, now)
             case ev.CommitRefused(finding):
@@ -290,7 +294,13 @@ class ClientSession:
         if self._pending is not None:
             # Another broker's receipt, or an earlier life's, is not this one's.
             self._pending.receipted = False
-        return effects + self._ready() + self._offer_again()
+        return effects + self._say_capability() + self._ready() + self._offer_again()
+
+    def _say_capability(self) -> list[fx.Effect]:
+        """Before anything is asked for: the first order goes by it."""
+        if self.home is None or not self._greeted or self._capability is None:
+            return []
+        return [fx.Send(self.home, CapabilityNotice(self._capability))]
 
     def _on_turned_away(self, refused: Refused) -> list[fx.Effect]:
         kinds: dict[str, type[RavnestError]] = {

@@ -29,6 +29,8 @@ WARMUP_CODEC = "int4"
 """What contributions travel in during warm-up: it costs no loss, and least of the codecs that keep no residual."""
 MAX_FEEDBACK_MOMENTUM = 0.5
 """Residuals are a momentum of their own; with outer momentum above this, training diverged."""
+MOST_STEPS_FACTOR = 16
+"""Where rounds have a target time, the fastest client makes at most so many times `rounds.local_steps` by default."""
 _SIGNATURE_HEADER = "\n[signature]\n"
 
 
@@ -77,6 +79,8 @@ class Rounds(_Table, frozen=True, kw_only=True):
     """When a round closes and how much work a client does in it. Seconds are durations, never dates.
 
     With `grace_seconds` 0 the grace follows from how long recent rounds took, within its two bounds.
+    With a `target_seconds` above 0 steps follow each client's speed, within `min_local_steps` and `max_local_steps` (0:
+    `MOST_STEPS_FACTOR` times `local_steps`); else everybody makes `local_steps`.
     """
 
     target_contributions: int = 0
@@ -88,6 +92,16 @@ class Rounds(_Table, frozen=True, kw_only=True):
     micro_batch: int = 32
     accumulation: int = 1
     deadline_seconds: float = 3600.0
+    target_seconds: float = 0.0
+    min_local_steps: int = 1
+    max_local_steps: int = 0
+
+    @property
+    def most_steps(self) -> int:
+        """The most steps that an order may ask for."""
+        if not self.target_seconds:
+            return self.local_steps
+        return self.max_local_steps or min(MOST_STEPS_FACTOR * self.local_steps, 2**31)
 
 
 class Stop(_Table, frozen=True, kw_only=True):
@@ -210,7 +224,7 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
     def max_examples(self) -> int:
         """Most examples that one work order asks for."""
         rounds = self.rounds
-        return rounds.local_steps * rounds.micro_batch * rounds.accumulation
+        return rounds.most_steps * rounds.micro_batch * rounds.accumulation
 
     def public_key(self, node_id: str) -> bytes | None:
         """The signing key of a broker, a member or the operator; None for a stranger."""
@@ -333,11 +347,23 @@ def check(federation: Federation, where: str) -> None:
     for name in ("local_steps", "micro_batch", "accumulation", "min_contributions"):
         if not 1 <= getattr(rounds, name) <= 2**31:
             refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", f"use 1 to {2**31}")
-    for name in ("grace_seconds", "min_grace_seconds", "max_grace_seconds", "deadline_seconds"):
+    for name in ("grace_seconds", "min_grace_seconds", "max_grace_seconds", "deadline_seconds", "target_seconds"):
         if not (math.isfinite(getattr(rounds, name)) and getattr(rounds, name) >= 0):
             refuse(f"rounds.{name}", f"is {getattr(rounds, name)}", "use a duration in seconds")
     if rounds.min_grace_seconds > rounds.max_grace_seconds:
         refuse("rounds.min_grace_seconds", "is above rounds.max_grace_seconds", "lower it")
+    if rounds.target_seconds > rounds.deadline_seconds:
+        refuse("rounds.target_seconds", "is past rounds.deadline_seconds", "lower it, or raise the deadline")
+    if not 1 <= rounds.min_local_steps <= rounds.local_steps:
+        refuse("rounds.min_local_steps", f"is {rounds.min_local_steps}", "use 1 to rounds.local_steps")
+    if rounds.max_local_steps and not rounds.local_steps <= rounds.max_local_steps <= 2**31:
+        refuse("rounds.max_local_steps", f"is {rounds.max_local_steps}", "use at least rounds.local_steps, or 0")
+    if not rounds.target_seconds and (rounds.max_local_steps or rounds.min_local_steps > 1):
+        refuse(
+            "rounds.min_local_steps or rounds.max_local_steps",
+            "is set, but every client makes rounds.local_steps",
+            "set rounds.target_seconds too, or leave both out",
+        )
     if rounds.target_contributions and rounds.target_contributions < rounds.min_contributions:
         refuse("rounds.target_contributions", "is below rounds.min_contributions", "raise it, or use 0 for everybody")
     if federation.members and rounds.min_contributions > len(federation.members):

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from ravnest_fed.capability import Capability
 from ravnest_fed.facts import BlobRef, Reduction, decode_with
 from ravnest_fed.hashing import CHUNK_SIZE
 from ravnest_fed.identity import Signed
@@ -325,9 +326,26 @@ class VoteNotice(_Message, frozen=True):
     vote: Signed
 
 
+class CapabilityNotice(_Message, frozen=True):
+    """What a client's machine can do, by its own word; said after each welcome."""
+
+    capability: Capability
+
+
 TransferMessage = Want | Chunk | Absent
 ToBroker = (
-    Hello | Ready | Offer | Skip | EvaluationNotice | CommitsRequest | Goodbye | StatusRequest | Want | Chunk | Absent
+    Hello
+    | Ready
+    | Offer
+    | Skip
+    | EvaluationNotice
+    | CommitsRequest
+    | Goodbye
+    | StatusRequest
+    | Want
+    | Chunk
+    | Absent
+    | CapabilityNotice
 )
 ToClient = (
     Welcome

@@ -7,11 +7,13 @@ from brokers.admission import check_manifest
 from clients import effects as fx
 from clients import events as ev
 from clients.session import AGAIN_SECONDS
+from ravnest_fed.capability import Capability, Speed
 from ravnest_fed.errors import RavnestError, RecipeError
 from ravnest_fed.facts import Evaluation, Manifest, Receipt, open_signed, sign, signed_hash
 from ravnest_fed.head import CountedSequences, Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.messages import (
+    CapabilityNotice,
     CommitNotice,
     CommitsRequest,
     EvaluationNotice,
@@ -406,3 +408,21 @@ def test_a_second_wish_drops_the_round(client: Client) -> None:
 
 def test_with_nothing_under_way_finishing_is_leaving(client: Client) -> None:
     assert len(sent(client.do(ev.Leave(finish=True)), Goodbye)) == 1
+
+
+def test_what_the_machine_can_do_is_said_before_work_is_asked_for_and_to_each_new_home() -> None:
+    can = Capability(device="cpu", speeds=(Speed(4, 10.0),), micro_batch=4)
+    client = Client()
+    assert not sent(client.join(), CapabilityNotice)
+    client = Client()
+    for broker in ONE.federation.brokers:
+        client.line(broker.name, "up")
+    client.tick(1.0)
+    client.welcome()
+    client.do(ev.FederationRead(ONE.federation))
+    messages = [one.message for one in only(client.do(ev.Prepared(ROUND_0, can)), fx.Send)]
+    assert messages == [CapabilityNotice(can), Ready(0)]
+    assert client.session.home is not None
+    client.line(client.session.home, "down")
+    messages = [one.message for one in only(client.welcome(), fx.Send)]
+    assert messages == [CapabilityNotice(can), Ready(0)]

@@ -47,7 +47,8 @@ class Small(rf.Recipe):
     def loss(self, model, batch):
         random.random(), np.random.rand(), torch.rand(1)
         if len(batch[0]) > self.most:
-            held = model(batch[0])
+            held = [model(batch[0])]
+            held.append(held)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 """
@@ -92,6 +93,17 @@ def test_memory_that_runs_out_is_the_bound_and_nothing_is_left_behind(tmp_path: 
     assert found.ended == "16 at once does not fit into memory; 8 does"
     assert [model() for model in models(loaded)] == [None]
     assert sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()) <= before
+
+
+def test_a_cards_cache_is_given_back_after_its_holders_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [torch.zeros(1)]
+    held.append(held)  # type: ignore[arg-type]
+    tensor = weakref.ref(held[0])
+    del held
+    at_return: list[torch.Tensor | None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: at_return.append(tensor()))
+    probe.release(torch.device("cuda"))
+    assert at_return == [None]
 
 
 def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
