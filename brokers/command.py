@@ -42,7 +42,11 @@ def run(
     until_input_closes: bool,
     debug: bool,
 ) -> None:
-    """Run the broker of FOLDER, one of the folders that `ravnest-fed init` made, until it is told to stop."""
+    """Run the broker of FOLDER, one of the folders that `ravnest-fed init` made, until it is told to stop.
+
+    Ctrl-C or SIGTERM drains it: its clients are sent to other brokers, and it ends once others hold what they handed in. A
+    second one ends it at once.
+    """
     from brokers.server import BrokerServer
 
     log = _log(log_format)
@@ -58,16 +62,21 @@ def run(
 async def _until_told(server: Any, until_input_closes: bool) -> None:
     task = asyncio.ensure_future(server.run())
     loop = asyncio.get_running_loop()
+    asked = iter((server.drain,))
+
+    def stop() -> None:
+        """The first signal drains; a second one ends at once."""
+        next(asked, task.cancel)()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         # Windows has no such handlers; there Ctrl-C cancels the main task by itself.
         with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(number, stop)
     if until_input_closes:
         call_when_input_closes(task.cancel)
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         await task
-    except asyncio.CancelledError:
-        server.log.info("broker stopped", broker=server.entry.name)
+    server.log.info("broker stopped", broker=server.entry.name)
 
 
 def _binds(folder: Path) -> dict[str, str]:

@@ -117,6 +117,15 @@ class Contributions:
         """The contributions whose home is `node_id`."""
         return tuple(one for one in self._by_hash.values() if one.home == node_id)
 
+    def only_held_by(self, node_id: str, live: frozenset[str]) -> bool:
+        """Whether a shard of one of its contributions would be gone with `node_id`, until its client offers it again."""
+        others = live - {node_id}
+        return any(
+            not others.intersection(self.holders(one.manifest_hash, shard))
+            for one in self.at_home(node_id)
+            for shard in range(len(one.shards))
+        )
+
     def countable(self, live: frozenset[str]) -> list[Contribution]:
         """Contributions, by client, that may be planned with while the brokers `live` are here.
 

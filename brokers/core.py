@@ -23,11 +23,13 @@ from brokers.effects import (
     Say,
     SendClient,
     SendPeer,
+    Stop,
     TakeUp,
 )
 from brokers.events import (
     Adopted,
     CheckpointWritten,
+    Drain,
     Event,
     Examined,
     Fetched,
@@ -49,7 +51,7 @@ from brokers.round import OpenRound
 from brokers.sessions import Session, Sessions
 from ravnest_fed.decree import evaluation_of
 from ravnest_fed.errors import AdmissionRefused
-from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, decode, encode, open_signed, signed_hash
+from ravnest_fed.facts import BlobRef, Body, Commit, Holding, Manifest, decode, encode, open_signed, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.framing import pack
 from ravnest_fed.hashing import digest
@@ -71,6 +73,7 @@ from ravnest_fed.messages import (
     PeerHello,
     Presence,
     Ready,
+    Reason,
     Refused,
     Skip,
     Waiting,
@@ -83,6 +86,11 @@ GREETING_SECONDS = 2.0
 """How often brokers tell each other where they stand."""
 STARTING_SECONDS = 3.0
 """How long after its own start a broker takes those that are not connected for starting up too."""
+DRAIN_SECONDS = 10.0
+"""How long a broker that is to stop stays at the most, until others hold what was handed in here."""
+STOPPING = "this broker stops"
+LEAST_RESERVE = 2**25
+"""Bytes that stay free on the disk of even the smallest model's broker."""
 MAX_EARLY = 4096
 """Most messages about the next round that are kept until this broker gets there."""
 
@@ -122,6 +130,11 @@ class BrokerCore:
         self._consolidation = consolidation
         self._pace = pace
         self._catching = CatchingUp(federation)
+        self._drained_by: float | None = None
+        self._stopped = False
+        self._room = True
+        # A checkpoint, a few rounds' updates and what was admitted, beside what the database needs.
+        self._reserve = LEAST_RESERVE + 8 * 4 * federation.schema.vector_size
         self._late: set[str] = set()
         self._before_began: float | None = None
         self._greeted_at = now
@@ -152,11 +165,7 @@ class BrokerCore:
                 effects += self.round.set_live(self._live(), now)
                 effects += self.round.introduce(node_id)
             case PeerDown(node_id):
-                self._peers.discard(node_id)
-                self.sessions.forget_peer(node_id)
-                self.round.contributions.forget_holder(node_id)
-                effects = self.round.set_live(self._live(), now)
-                effects += self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
+                effects = self._lose_peer(node_id, now)
             case FromPeer(node_id, message):
                 effects = self._on_peer(node_id, message, now)
             case FromClient(session, curve_key, message):
@@ -184,13 +193,18 @@ class BrokerCore:
                 effects = self._on_checkpoint(event)
             case Adopted():
                 effects = self._catching.on_adopted(event, now)
-            case Tick(wall):
-                effects = self._tick(wall, now)
-        return effects + self._settle(now)
+            case Drain():
+                effects = self._drain(now)
+            case Tick(wall, free):
+                effects = self._look_for_room(free) + self._tick(wall, now)
+        effects += self._settle(now)
+        return effects + self._stop_when_drained(now)
 
     def waiting(self, now: float) -> Readiness:
         """What the open round waits for."""
-        return self.round.readiness(now)
+        if self._room:
+            return self.round.readiness(now)
+        return Readiness(False, None, "disk is full: takes no contributions")
 
     def peers(self) -> tuple[str, ...]:
         """The brokers that are connected."""
@@ -216,7 +230,7 @@ class BrokerCore:
             case CommitNotice() | CheckpointNotice():
                 return self._catching.on_notice(node_id, message, self.head.server_round)
             case Goodbye():
-                return []
+                return self._lose_peer(node_id, now)
             case Announcement(manifest=signed, shards=shards):
                 return self._on_announcement(node_id, signed, shards, now)
         about = _round_of(message)
@@ -241,8 +255,11 @@ class BrokerCore:
 
     def _on_announcement(self, node_id: str, signed: Signed, shards: tuple[BlobRef, ...], now: float) -> list[Effect]:
         manifest_hash = signed_hash(signed)
-        if self.round.contributions.get(manifest_hash) is not None:
-            return []
+        known = self.round.contributions.get(manifest_hash)
+        if known is not None:
+            # Its client has handed it in at this broker too.
+            self.round.contributions.hold(node_id, Holding(manifest_hash, tuple(range(len(known.shards)))))
+            return self.round.advance(now)
         try:
             manifest = check_manifest(self.federation, self.head, signed, shards, 0)
         except AdmissionRefused:
@@ -273,6 +290,10 @@ class BrokerCore:
                 return [*self._ask_for_commits(session, False, server_round), *self._order(known, now)]
             case CommitsRequest(server_round=server_round):
                 return self._ask_for_commits(session, False, server_round)
+            case Offer() if not self._room:
+                manifest_hash = signed_hash(message.manifest)
+                text = "this broker's disk is full; other brokers may have room"
+                return [SendClient(session, Refused(Reason.NO_ROOM, text, manifest_hash))]
             case Offer() if not known.operator:
                 if message.manifest.node_id != known.node_id:
                     return [SendClient(session, Refused("wrong-signature", "this is another client's contribution"))]
@@ -305,6 +326,8 @@ class BrokerCore:
             self._pace.took(now - self._before_began)
 
     def _greet(self, session: str, curve_key: str, hello: Hello, now: float) -> list[Effect]:
+        if self._drained_by is not None:
+            return [SendClient(session, Goodbye(STOPPING))]
         greeted = self.sessions.greet(session, curve_key, hello, now)
         if isinstance(greeted, Refused):
             self.intake.refusals[greeted.reason] = self.intake.refusals.get(greeted.reason, 0) + 1
@@ -435,6 +458,47 @@ class BrokerCore:
         for node_id, message in early:
             effects += self._on_peer(node_id, message, now)
         return effects + self._catch_up(now)
+
+    # --- stopping, and a full disk -----------------------------------------------------------------------------------
+
+    def _lose_peer(self, node_id: str, now: float) -> list[Effect]:
+        self._peers.discard(node_id)
+        self.sessions.forget_peer(node_id)
+        self.round.contributions.forget_holder(node_id)
+        effects = self.round.set_live(self._live(), now)
+        return effects + self.round.set_clients(self.sessions.live(), self.sessions.away(), now)
+
+    def _drain(self, now: float) -> list[Effect]:
+        """Send the clients elsewhere, and stay until others hold what was handed in here."""
+        if self._drained_by is not None:
+            return []
+        self._drained_by = now + DRAIN_SECONDS
+        effects: list[Effect] = [Say("draining", {"clients": len(self.sessions.by_node)})]
+        for session in list(self.sessions.by_session):
+            effects += [SendClient(session, Goodbye(STOPPING)), EndSession(session), *self._lose(session, now)]
+        return effects
+
+    def _stop_when_drained(self, now: float) -> list[Effect]:
+        if self._drained_by is None or self._stopped:
+            return []
+        alone = self._live() == {self._me}
+        needed = not self.head.stop and self.round.contributions.only_held_by(self._me, self._live())
+        if needed and not alone and now < self._drained_by:
+            return []
+        self._stopped = True
+        return [*self._to_peers(Goodbye(STOPPING)), Stop()]
+
+    def _look_for_room(self, free: int | None) -> list[Effect]:
+        """Admit nothing while the disk has no room for the rounds to come; what was admitted still becomes commits."""
+        if free is None:
+            return []
+        room = free >= (self._reserve if self._room else 2 * self._reserve)
+        if room == self._room:
+            return []
+        self._room = room
+        if room:
+            return [Say("disk has room again", {"free": free})]
+        return [Say("disk is full: no contributions are taken", {"free": free, "wanted": self._reserve}, warning=True)]
 
     # --- time --------------------------------------------------------------------------------------------------------
 

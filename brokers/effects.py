@@ -245,6 +245,11 @@ class Damaged:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """This broker is drained: it may end."""
+
+
+@dataclass(frozen=True)
 class Say:
     """A line for the broker's log."""
 
@@ -281,5 +286,6 @@ Effect = (
     | Preview
     | Examine
     | Damaged
+    | Stop
     | Say
 )

@@ -121,10 +121,16 @@ class Adopted:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """The operator wants to stop this broker, without haste."""
+
+
+@dataclass(frozen=True)
 class Tick:
-    """Time has passed. `wall` is seconds since the epoch, for stop dates only."""
+    """Time has passed. `wall` is seconds since the epoch, for stop dates only; `free` the bytes free on the ledger's disk."""
 
     wall: float
+    free: int | None = None
 
 
 Event = (
@@ -141,5 +147,6 @@ Event = (
     | Examined
     | CheckpointWritten
     | Adopted
+    | Drain
     | Tick
 )

@@ -11,6 +11,7 @@ from brokers.events import Event, Fetched, Missed
 from ravnest_fed import transfer
 from ravnest_fed.blobs import BlobStore
 from ravnest_fed.facts import BlobRef
+from ravnest_fed.ledger import is_full
 from ravnest_fed.messages import Absent, Chunk, Want
 
 MAX_MEMORY_BLOB = 2**26
@@ -103,10 +104,11 @@ class Fetching:
                 case transfer.Ask(donor, want):
                     self._ask(donor, want)
                 case transfer.Keep(ref, index, data):
-                    self._stores[self._fetches[ref.hash].first].keep_chunk(ref, index, data)
+                    self._keep(ref, index, data)
                 case transfer.Fetched(ref):
-                    self._fetches[ref.hash].finishing = True
-                    self._finish(ref)
+                    if ref.hash in self._fetches:
+                        self._fetches[ref.hash].finishing = True
+                        self._finish(ref)
                 case transfer.FetchFailed(ref, lying, resumable):
                     gone = self._fetches.pop(ref.hash)
                     if resumable and gone.first != "memory":
@@ -117,6 +119,24 @@ class Fetching:
                         self._loop.call_soon(self._tell, Missed(ref.hash, into, lying))
                 case transfer.Drop(ref):
                     self._stores[self._interrupted.pop(ref.hash)].discard(ref.hash)
+
+    def _keep(self, ref: BlobRef, index: int, data: bytes) -> None:
+        running = self._fetches.get(ref.hash)
+        if running is None:
+            return  # given up: the disk was full
+        try:
+            self._stores[running.first].keep_chunk(ref, index, data)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._give_up(ref.hash)
+
+    def _give_up(self, blob: bytes) -> None:
+        """The disk is full: as if nobody had the blob, which is asked for again after a while."""
+        gone = self._fetches.pop(blob)
+        self._forget(blob, gone.first)
+        for into in sorted(gone.wanted):
+            self._loop.call_soon(self._tell, Missed(blob, into, ()))
 
     def _finish(self, ref: BlobRef) -> None:
         running = self._fetches[ref.hash]
@@ -132,7 +152,10 @@ class Fetching:
 
     def _stored(self, done: "Future[frozenset[Store]]", ref: BlobRef) -> None:
         if error := done.exception():
-            self._fail(error)
+            if is_full(error):
+                self._give_up(ref.hash)
+            else:
+                self._fail(error)
             return
         running = self._fetches[ref.hash]
         if running.wanted - done.result():

@@ -31,7 +31,7 @@ from ravnest_fed.facts import BlobRef, Evaluation, decode, encode
 from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
 from ravnest_fed.framing import pack
 from ravnest_fed.identity import Identity
-from ravnest_fed.ledger import Ledger
+from ravnest_fed.ledger import Ledger, is_full
 from ravnest_fed.messages import (
     Absent,
     CheckpointNotice,
@@ -52,6 +52,8 @@ from ravnest_fed.transfer import serve
 
 KEY_FILE = "broker.key"
 TICK_SECONDS = 0.2
+ROOM_SECONDS = 1.0
+"""How often a write is tried again while the disk is full."""
 COMMITS_AT_ONCE = 16
 CACHED_BLOBS = 64
 STATUS_NAMES = 6000
@@ -117,6 +119,8 @@ class BrokerServer:
         self._down: defaultdict[int, int] = defaultdict(int)
         self._traffic = {client: list(both) for client, both in self.ledger.traffic().items()}
         self._failed: RavnestError | None = None
+        self._crowded = False
+        self._stopped = asyncio.Event()
         self._process = psutil.Process()
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
@@ -137,7 +141,6 @@ class BrokerServer:
         members = {member.curve_key for member in self.federation.members} | {self.federation.operator.curve_key}
         allow.allow("clients", members)
         allow.allow("brokers", set(self._keys))
-        self._stopped = asyncio.Event()
         self._clients = self._peers = None
         try:
             self._clients = Port(
@@ -175,6 +178,10 @@ class BrokerServer:
             self.ledger.save_traffic({client: (both[0], both[1]) for client, both in self._traffic.items()})
             self.ledger.close()
             self._context.term()
+
+    def drain(self) -> None:
+        """Stop once nothing is lost by it: clients are sent elsewhere, and what they handed in here is passed on."""
+        self._handle(ev.Drain())
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -260,13 +267,15 @@ class BrokerServer:
     # --- events and effects ------------------------------------------------------------------------------------------
 
     def _handle(self, event: ev.Event) -> None:
+        if self._crowded and isinstance(event, ev.FromPeer | ev.FromClient | ev.Tick):
+            return  # others say it again; effects that nothing carries out must not pile up
         if isinstance(event, ev.Fetched) and event.into == "memory":
             self._remember(event.blob)
         self._apply(self.core.handle(event, time.monotonic()))
 
     def _tick(self) -> None:
         self._fetching.tick()
-        self._handle(ev.Tick(time.time()))
+        self._handle(ev.Tick(time.time(), psutil.disk_usage(str(self.ledger.path.parent)).free))
 
     def _apply(self, effects: list[fx.Effect]) -> None:
         self._queue.extend(effects)
@@ -277,17 +286,30 @@ class BrokerServer:
             effect = self._queue.popleft()
             if isinstance(effect, DURABLE):
                 self._writing = True
-                future = self._disk.submit(self._save, effect)
-                future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._saved, done))
+                self._submit(effect)
             else:
                 self._carry(effect)
 
-    def _saved(self, done: "Future[None]") -> None:
-        if error := done.exception():
+    def _submit(self, effect: fx.Effect) -> None:
+        if not self._stopped.is_set():
+            future = self._disk.submit(self._save, effect)
+            future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._saved, done, effect))
+
+    def _saved(self, done: "Future[None]", effect: fx.Effect) -> None:
+        if (error := done.exception()) and is_full(error):
+            self._wait_for_room(effect)
+        elif error:
             self._fail(error)
-            return
-        self._writing = False
-        self._drain()
+        else:
+            self._crowded = self._writing = False
+            self._drain()
+
+    def _wait_for_room(self, effect: fx.Effect) -> None:
+        """What must be durable is written again until there is room; nothing that stands behind it is said before."""
+        if not self._crowded:
+            self.log.error("disk is full: this broker waits for room", folder=str(self.ledger.path.parent))
+        self._crowded = True
+        self._loop.call_later(ROOM_SECONDS, self._submit, effect)
 
     def _save(self, effect: fx.Effect) -> None:
         """On the disk's thread."""
@@ -362,6 +384,8 @@ class BrokerServer:
                         "start it again; it is then built anew from its ledger",
                     )
                 )
+            case fx.Stop():
+                self._stopped.set()
             case fx.Say(event, fields, warning):
                 (self.log.warning if warning else self.log.info)(event, **fields)
 

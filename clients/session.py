@@ -565,6 +565,9 @@ class ClientSession:
     def _on_refused(self, refused: Refused) -> list[fx.Effect]:
         if self._pending is None or refused.manifest_hash != self._pending.manifest_hash:
             return []
+        if refused.reason == Reason.NO_ROOM:
+            # Nothing is wrong with the contribution: it is offered to the next home.
+            return self._distrust_home("has no room on its disk", self._now)
         self._pending.refused = refused.reason
         told = fx.Tell("contribution refused", {"reason": refused.reason, "text": refused.text[:300]}, warning=True)
         if refused.reason != Reason.REPLAYED:

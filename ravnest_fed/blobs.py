@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -145,7 +146,9 @@ class DiskBlobs:
         for file in folder.iterdir():
             # What else lies there (a file manager's notes) is none of ours.
             if _BLOB_NAME.fullmatch(file.name):
-                self._sizes[bytes.fromhex(file.name)] = file.stat().st_size
+                # Who only reads may find that the running broker has swept a file away meanwhile.
+                with suppress(FileNotFoundError):
+                    self._sizes[bytes.fromhex(file.name)] = file.stat().st_size
 
     def has(self, blob: bytes) -> bool:
         with self._touching:

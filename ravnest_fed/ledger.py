@@ -6,6 +6,7 @@ SQLite with a write-ahead log and full synchronisation: when a method returns, w
 lie beside it as files. One thread at a time.
 """
 
+import errno
 import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -300,3 +301,10 @@ class Ledger:
 def _blobs_of(raw: bytes) -> set[bytes]:
     body = decode(Body, raw)
     return {body.evidence.hash, *(ref.hash for ref in body.updates)}
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether `error` says that the disk, or the user's share of it, is full."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

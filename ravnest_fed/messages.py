@@ -46,6 +46,7 @@ class Reason:
     EQUIVOCATION = "second-delta-for-a-round"
     OUT_OF_DATE = "out-of-date"
     STOPPED = "training-has-ended"
+    NO_ROOM = "no-room"
 
 
 assert CHUNK_SIZE < MAX_MESSAGE_BYTES

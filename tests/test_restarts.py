@@ -121,3 +121,23 @@ def test_who_is_far_behind_takes_up_a_checkpoint_and_the_ledgers_stay_short(tmp_
         assert proven.replica.head.server_round - proven.began <= 3
         # At most two periods of rounds lie there: each has evidence and a few shards.
         assert len(list((folder / "blobs").iterdir())) < 60
+
+
+def test_a_rolling_restart_of_all_brokers_costs_no_round_and_no_client(cluster: Cluster) -> None:
+    before = max(rounds(cluster).values())
+    for name in ("b1", "b2", "b3"):
+        node = cluster.brokers[name]
+        node.process.terminate()
+        assert node.process.wait(20) == 0 and said(node, "draining") and said(node, "broker stopped")
+        behind = rounds(cluster)[name]
+        others = [other for other in cluster.brokers if other != name]
+        until(lambda: min(rounds(cluster)[other] for other in others) > behind, "the others go on", LIMIT)  # noqa: B023
+        cluster.start_broker(name)
+        until(lambda: rounds(cluster)[name] >= max(rounds(cluster).values()) - 1, f"{name} is back", LIMIT)  # noqa: B023
+    goal = max(rounds(cluster).values()) + 2
+    until(lambda: min(rounds(cluster).values()) >= goal, "all go on", LIMIT)
+    assert goal > before + 4
+    assert all(node.alive for node in (*cluster.brokers.values(), *cluster.clients.values()))
+    common = min(rounds(cluster).values())
+    assert len({encode(commits(cluster, name, common)) for name in cluster.brokers}) == 1
+    assert not any(said(node, "contribution not counted") for node in cluster.clients.values())
