@@ -39,7 +39,10 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class General(_Table, frozen=True, kw_only=True):
-    """What the federation is called and what it trains. Hashes are hex."""
+    """What the federation is called and what it trains. Hashes are hex.
+
+    `forked_from` names the federation and round whose model this one began with, after a majority was lost for ever.
+    """
 
     format: int
     name: str
@@ -49,6 +52,7 @@ class General(_Table, frozen=True, kw_only=True):
     recipe: str
     recipe_hash: str
     model_hash: str
+    forked_from: str = ""
 
 
 class Strategy(_Table, frozen=True, kw_only=True):
@@ -186,7 +190,7 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
     @cached_property
     def text(self) -> str:
         """The signed part of the file."""
-        return tomli_w.dumps(msgspec.to_builtins(_drop_none(self), str_keys=True))
+        return tomli_w.dumps(to_tables(self))
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -455,8 +459,8 @@ def _readable(error: msgspec.ValidationError) -> str:
     return text.replace(" - at `$.", " in `").replace("`$.", "`")
 
 
-def _drop_none(value: Any) -> Any:
-    """TOML has no null: a setting that is None is left out."""
+def to_tables(value: Federation) -> dict[str, Any]:
+    """The TOML tables of a federation. TOML has no null: a setting that is None is left out."""
     tables = msgspec.to_builtins(value, str_keys=True)
 
     def clean(item: Any) -> Any:
@@ -467,4 +471,5 @@ def _drop_none(value: Any) -> Any:
             return inner[:-1] if inner and inner[-1] is None else inner
         return item
 
-    return clean(tables)
+    cleaned: dict[str, Any] = clean(tables)
+    return cleaned

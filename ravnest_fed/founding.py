@@ -85,9 +85,8 @@ def found(
 
     Raises UsageError, RecipeError, SchemaMismatch or FederationFileError.
     """
-    _require_distinct(addresses)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists and is not empty", "name a new directory with --out")
+    require_distinct(addresses)
+    require_empty(folder)
     existed = folder.exists()
     try:
         return _found(loaded, addresses, clients, settings, weights, folder)
@@ -99,7 +98,14 @@ def found(
         raise
 
 
-def _require_distinct(addresses: Sequence[Address]) -> None:
+def require_empty(folder: Path) -> None:
+    """Raise UsageError if something lies in `folder`."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is not empty", "name a new directory with --out")
+
+
+def require_distinct(addresses: Sequence[Address]) -> None:
+    """Raise UsageError if two brokers would share an address."""
     seen: set[tuple[str, int]] = set()
     for address in addresses:
         for port in (address.client_port, address.peer_port):
@@ -142,26 +148,10 @@ def _found(
     model, schema, state = _initial(loaded, int(tables["federation"]["seed"]), weights, shard_size, len(addresses))
     operator = Identity.generate()
     brokers = [Identity.generate() for _ in addresses]
-    members = [Identity.generate() for _ in range(clients)]
+    members = [(f"c{number}", Identity.generate()) for number in range(1, clients + 1)]
     tables["federation"]["model_hash"] = model_hash(schema, state).hex()
     tables["schema"] = msgspec.to_builtins(schema)
-    tables["operator"] = {"public_key": operator.public_key.hex(), "curve_key": operator.curve_public.hex()}
-    tables["brokers"] = [
-        {
-            "name": f"b{number}",
-            "public_key": identity.public_key.hex(),
-            "curve_key": identity.curve_public.hex(),
-            "client_address": address.reach(address.client_port),
-            "peer_address": address.reach(address.peer_port),
-        }
-        for number, (identity, address) in enumerate(zip(brokers, addresses, strict=True), 1)
-    ]
-    tables["members"] = [
-        {"name": f"c{number}", "public_key": one.public_key.hex(), "curve_key": one.curve_public.hex()}
-        for number, one in enumerate(members, 1)
-    ]
-    federation = from_tables(tables, "the settings")
-    return _write(federation, operator, brokers, members, addresses, model, folder)
+    return write_folder(tables, operator, brokers, addresses, members, model, folder)
 
 
 def _initial(loaded: LoadedRecipe, seed: int, weights: Path | None, shard_size: int | None, brokers: int) -> Any:
@@ -186,15 +176,34 @@ def _initial(loaded: LoadedRecipe, seed: int, weights: Path | None, shard_size: 
     return safetensors.torch.save(initial_state_dict(model)), schema, read_state(model, schema)
 
 
-def _write(
-    federation: Federation,
+def write_folder(
+    tables: dict[str, Any],
     operator: Identity,
-    brokers: list[Identity],
-    members: list[Identity],
+    brokers: Sequence[Identity],
     addresses: Sequence[Address],
+    members: Sequence[tuple[str, Identity]],
     model: bytes,
     folder: Path,
 ) -> Founded:
+    """Fill in who takes part in `tables`, sign the file, and write it with all keys, links and the initial model.
+
+    `model` are the bytes of a safetensors file. Raises FederationFileError for tables that cannot work.
+    """
+    tables["operator"] = {"public_key": operator.public_key.hex(), "curve_key": operator.curve_public.hex()}
+    tables["brokers"] = [
+        {
+            "name": f"b{number}",
+            "public_key": identity.public_key.hex(),
+            "curve_key": identity.curve_public.hex(),
+            "client_address": address.reach(address.client_port),
+            "peer_address": address.reach(address.peer_port),
+        }
+        for number, (identity, address) in enumerate(zip(brokers, addresses, strict=True), 1)
+    ]
+    tables["members"] = [
+        {"name": name, "public_key": one.public_key.hex(), "curve_key": one.curve_public.hex()} for name, one in members
+    ]
+    federation = from_tables(tables, "the settings")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     text = federation.signed_by(operator).encode()
@@ -217,8 +226,8 @@ def _write(
     links = folder / "members"
     if members:
         links.mkdir(mode=0o700)
-    for member_entry, identity in zip(federation.members, members, strict=True):
-        file = links / f"{member_entry.name}.link"
+    for name, identity in members:
+        file = links / f"{name}.link"
         file.touch(mode=0o600)
         file.write_text(link_for(federation, identity).text() + "\n")
         link_files.append(file)

@@ -5,6 +5,7 @@ import click
 from ravnest_fed.commands.demo import demo
 from ravnest_fed.commands.export import export
 from ravnest_fed.commands.init import init
+from ravnest_fed.commands.recover import recover
 from ravnest_fed.commands.status import status
 from ravnest_fed.commands.verify import verify
 
@@ -15,7 +16,7 @@ def cli() -> None:
     """Train one PyTorch model together on machines you own: several brokers, no master."""
 
 
-for command in (init, demo, status, export, verify):
+for command in (init, demo, status, export, verify, recover):
     cli.add_command(command)
 
 

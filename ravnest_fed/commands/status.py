@@ -31,7 +31,9 @@ def status(folder: Path, debug: bool) -> None:
     federation = Federation.load(folder / FILE_NAME)
     operator = Identity.load(folder / OPERATOR_KEY)
     answers = asyncio.run(_ask(federation, operator))
-    table = Table(title=f"{federation.federation.name}, {len(federation.brokers)} brokers", title_justify="left")
+    forked = f", fork of {federation.federation.forked_from}" if federation.federation.forked_from else ""
+    title = f"{federation.federation.name}, {len(federation.brokers)} brokers{forked}"
+    table = Table(title=title, title_justify="left")
     for column in ("broker", "round", "model", "clients", "sees", "memory", "disk free", "state"):
         table.add_column(column, justify="right" if column in ("round", "clients") else "left")
     for name, answer in answers.items():
