@@ -19,6 +19,8 @@ STALL_SECONDS = 8.0
 MIN_WINDOW = 3
 MAX_WINDOW = 10
 WINDOW_SECONDS = 1.5
+SLOWER = 3.0
+"""How many times longer than another donor one may need for the end of a transfer, before the other takes it over."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class _Download:
     progress: Progress
     donors: list[str] = field(default_factory=list)
     lying: list[str] = field(default_factory=list)
+    taken_over: set[int] = field(default_factory=set)
 
     @property
     def ref(self) -> BlobRef:
@@ -190,7 +193,7 @@ class Downloads:
             if donor.outstanding and now - donor.progress > STALL_SECONDS:
                 effects += self.donor_gone(name, now)
         effects += [Drop(ref) for ref in self._interrupted.expire(now)]
-        return effects + self._ask(now)
+        return effects + self._ask(now) + self._relieve(now)
 
     def _genuine(self, running: _Download, chunk: Chunk) -> bool:
         hashes = running.progress.hashes
@@ -247,6 +250,45 @@ class Downloads:
                     effects.append(Ask(name, Want(running.ref.hash, indices)))
                     progressed = True
         return effects
+
+    def _relieve(self, now: float) -> list[TransferEffect]:
+        """Let idle donors take over half of what a much slower one still owes of a blob that nothing else is missing of.
+
+        What the slow one sends of it later is ignored, as anything that it was not asked for.
+        """
+        effects: list[TransferEffect] = []
+        for running in self._downloads.values():
+            known = [name for name in running.donors if name in self._donors]
+            # Who was never seen to be fast takes nothing over: two slow donors would take from each other for ever.
+            idle = [name for name in known if not self._donors[name].outstanding and self._donors[name].rate]
+            owed = {name: self._owed(running, name) for name in known if self._donors[name].outstanding}
+            if running.progress.missing or not idle or not owed:
+                continue
+            fast = max(idle, key=lambda name: self._donors[name].rate)
+            slow = max(owed, key=lambda name: self._seconds(name, len(owed[name]), now))
+            taken = owed[slow][len(owed[slow]) // 2 :]
+            if (
+                not taken
+                or self._seconds(slow, len(owed[slow]), now) < SLOWER * self._seconds(fast, len(taken), now) + 1.0
+            ):
+                continue
+            for index in taken:
+                del self._donors[slow].outstanding[(running.ref.hash, index)]
+                self._donors[fast].outstanding[(running.ref.hash, index)] = now
+                running.taken_over.add(index)
+            self._donors[fast].progress = now
+            effects.append(Ask(fast, Want(running.ref.hash, tuple(taken))))
+        return effects
+
+    def _owed(self, running: _Download, name: str) -> list[int]:
+        keys = self._donors[name].outstanding
+        return [index for blob, index in keys if blob == running.ref.hash and index not in running.taken_over]
+
+    def _seconds(self, name: str, chunks_owed: int, now: float) -> float:
+        """How long a donor is likely to need for so many chunks: by its rate, or by how long it has been silent."""
+        donor = self._donors[name]
+        silent = now - donor.progress if donor.outstanding else 0.0
+        return max(chunks_owed * CHUNK_SIZE / donor.rate if donor.rate else 0.0, silent)
 
 
 class BlobSource(Protocol):

@@ -205,6 +205,36 @@ def test_a_slow_donor_that_makes_progress_is_kept() -> None:
     assert ends(downloads.on_chunk("a", chunk_of(blob, 3), now + 1.0)) == [Fetched(bare(blob))]
 
 
+def test_what_a_much_slower_donor_owes_at_the_end_is_taken_over_by_an_idle_one() -> None:
+    blob, downloads = blob_of(7), Downloads()
+    downloads.start(bare(blob), ["fast", "slow"], 0.0)
+    effects = downloads.on_chunk("fast", chunk_of(blob, CHUNK_LIST), 0.1)
+    mine, slows = asked(effects, "fast"), asked(effects, "slow")
+    assert slows
+    while mine:
+        effects = downloads.on_chunk("fast", chunk_of(blob, mine.pop(0)), 0.2)
+        mine += asked(effects, "fast")
+    assert asked(downloads.tick(0.3)) == []  # there is no telling yet
+    taken: list[int] = []
+    now = 0.3
+    while len(taken) < len(slows):
+        now += 2.0
+        more = asked(downloads.tick(now), "fast")
+        assert more and set(more) <= set(slows)
+        for index in more:
+            effects = downloads.on_chunk("fast", chunk_of(blob, index), now + 0.1)
+        taken += more
+    assert ends(effects) == [Fetched(bare(blob))]
+    assert downloads.on_chunk("slow", chunk_of(blob, slows[0]), now + 1.0) == []
+
+
+def test_the_only_donor_is_never_too_slow() -> None:
+    blob, downloads = blob_of(3), Downloads()
+    downloads.start(bare(blob), ["slow"], 0.0)
+    downloads.on_chunk("slow", chunk_of(blob, CHUNK_LIST), 5.0)
+    assert downloads.tick(5.0 + STALL_SECONDS - 1.0) == []
+
+
 def test_an_idle_donor_does_not_stall() -> None:
     downloads = Downloads()
     downloads.start(bare(b"one"), ["a"], 0.0)
