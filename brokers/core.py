@@ -283,6 +283,8 @@ class BrokerCore:
         known = self.sessions.by_session.get(session)
         if known is None:
             return [SendClient(session, Goodbye("say hello first"))]
+        if known.guest and not isinstance(message, Goodbye):
+            return []  # it follows, trains and hands in at its home
         match message:
             case Ready(server_round=server_round):
                 known.ready = server_round

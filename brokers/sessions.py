@@ -14,7 +14,7 @@ class Session:
     """One client's or the operator's connection after its greeting.
 
     `ready` is the round whose model it holds (-1: none yet), `told` what it was last told that the federation waits for,
-    `since` when it began (s).
+    `since` when it began (s). A `guest` has its home elsewhere and only fetches.
     """
 
     session: str
@@ -23,6 +23,7 @@ class Session:
     ready: int = -1
     told: str = ""
     since: float = 0.0
+    guest: bool = False
 
 
 @dataclass
@@ -57,9 +58,11 @@ class Sessions:
                 Reason.WRONG_RECIPE,
                 "the recipe differs from the one that the federation signs: get the operator's file",
             )
-        made = Session(session, hello.node_id, operator, since=now)
+        made = Session(session, hello.node_id, operator, since=now, guest=hello.guest)
+        if hello.guest:
+            self.lose(session)  # a home that its client has left for another
         self.by_session[session] = made
-        if not operator:
+        if not operator and not hello.guest:
             self.by_node[hello.node_id] = made
             self._away.discard(hello.node_id)
         return made

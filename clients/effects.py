@@ -18,10 +18,11 @@ class Send:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get a blob from a broker; answered by `Fetched` or `Missed`."""
+    """Get a blob from the home broker, and from `also` where these have it; answered by `Fetched` or `Missed`."""
 
     ref: BlobRef
     broker: str
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ class Homes:
         if state == "up" and self._first_up is None:
             self._first_up = now
 
+    def up(self) -> list[str]:
+        """The brokers whose lines stand, in this client's order."""
+        return [name for name in self._names if self._states.get(name) == "up"]
+
     def avoid(self, broker: str, until: float) -> None:
         """Do not choose this broker before `until`."""
         self._avoid[broker] = until

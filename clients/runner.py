@@ -164,13 +164,13 @@ class ClientRunner:
         match effect:
             case fx.Send(broker, message):
                 self._lines[broker].send(encode(message))
-            case fx.Fetch(ref, broker):
+            case fx.Fetch(ref, broker, also):
                 if ref.length > MAX_FETCH_BYTES:
                     self._loop.call_soon(self._handle, ev.Missed(ref.hash))
                 elif self._blobs.has(ref.hash):
                     self._loop.call_soon(self._handle, ev.Fetched(ref.hash))
                 else:
-                    self._apply_transfer(self._downloads.start(ref, [broker], time.monotonic()))
+                    self._apply_transfer(self._downloads.start(ref, [broker, *also], time.monotonic()))
             case fx.ReadFederation(ref):
                 self._work(self._folding, lambda: self._read_federation(ref))
             case fx.Prepare(ref):

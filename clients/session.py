@@ -8,12 +8,13 @@ Rules:
 - nothing of a commit is folded before a majority's votes for it were checked.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from clients import effects as fx
 from clients import events as ev
+from clients.following import Catching, Following
 from clients.homes import Homes
 from clients.leaving import Leaving
 from clients.residual import Standing
@@ -76,15 +77,6 @@ class _Pending:
     refused: str = ""
 
 
-@dataclass
-class _Catching:
-    """The commit being fetched, or the checkpoint of its round."""
-
-    server_round: int
-    missing: set[bytes] = field(default_factory=set)
-    checkpoint: BlobRef | None = None
-
-
 class ClientSession:
     """One client's decisions. `now` is in seconds in every method."""
 
@@ -105,12 +97,8 @@ class ClientSession:
         self._ever_greeted = False
         self._welcome: Welcome | None = None
         self._capability: Capability | None = None
-        self._notices: dict[int, BlobRef] = {}
-        self._checkpoint: CheckpointNotice | None = None
-        self._newest = 0
-        self._asked_after: int | None = None
-        self._catching: _Catching | None = None
-        self._folding = False
+        self._log = Following()
+        self._donors: set[str] = set()
         self._order: tuple[Signed, WorkOrder] | None = None
         self._training: int | None = None
         self._pending: _Pending | None = None
@@ -150,7 +138,9 @@ class ClientSession:
             case ev.Line(broker, state):
                 return self._on_line(broker, state, now)
             case ev.FromBroker(broker, message):
-                return self._on_message(broker, message, now) if broker == self.home else []
+                return (
+                    self._on_message(broker, message, now) if broker == self.home else self._on_other(broker, message)
+                )
             case ev.Pulled():
                 # As any event, it has set back when the contribution is offered again: an upload that stalled is taken up
                 # again within seconds.
@@ -168,7 +158,7 @@ class ClientSession:
             case ev.CommitOpened(server_round, updates):
                 return self._on_commit_opened(server_round, updates, now)
             case ev.CommitRefused(finding):
-                self._folding = False
+                self._log.folding = False
                 return self._distrust_home(f"sent a bad commit: {finding}", now)
             case ev.Folded(head):
                 return self._on_folded(head)
@@ -191,21 +181,36 @@ class ClientSession:
     def _on_line(self, broker: str, state: ev.LineState, now: float) -> list[fx.Effect]:
         self._homes.changed(broker, state, now)
         if state == "up":
-            return self._choose_home(now)
+            return self._choose_home(now) or (self._greet_others() if self._greeted else [])
+        self._donors.discard(broker)
         if broker == self.home:
             effects: list[fx.Effect] = [fx.Tell("home broker lost", {"broker": broker}, warning=True)]
             return effects + self._lose_home(now)
         return self._give_up(now)
 
+    def _on_other(self, broker: str, message: Message) -> list[fx.Effect]:
+        """A broker that is not home has answered: blobs may be fetched from it too."""
+        if isinstance(message, Welcome) and message.federation == self.link.fingerprint:
+            self._donors.add(broker)
+        elif isinstance(message, Goodbye):
+            self._donors.discard(broker)
+        return []
+
+    def _greet_others(self) -> list[fx.Effect]:
+        """Ask the brokers that are not home to let this client fetch."""
+        others = [name for name in self._homes.up() if name != self.home and name not in self._donors]
+        return [fx.Send(name, self._hello(guest=True)) for name in others]
+
+    def _hello(self, guest: bool = False) -> Hello:
+        server_round = self.head.server_round if self.head else -1
+        identity, fingerprint = self.identity.node_id, self.link.fingerprint
+        return Hello(PROTOCOL_VERSION, fingerprint, identity, self._recipe_hash, server_round, guest)
+
     def _lose_home(self, now: float) -> list[fx.Effect]:
         self.home = None
         self._greeted = False
-        self._catching = None
+        self._log.forget_home()
         self._wanted = {}
-        self._notices = {}
-        self._checkpoint = None
-        self._newest = 0
-        self._asked_after = None
         return self._choose_home(now)
 
     def _choose_home(self, now: float) -> list[fx.Effect]:
@@ -215,9 +220,7 @@ class ClientSession:
         if self.home is None:
             return []
         self._hello_at = now
-        server_round = self.head.server_round if self.head else -1
-        hello = Hello(PROTOCOL_VERSION, self.link.fingerprint, self.identity.node_id, self._recipe_hash, server_round)
-        return [fx.Send(self.home, hello)]
+        return [fx.Send(self.home, self._hello())]
 
     def _give_up(self, now: float) -> list[fx.Effect]:
         """Before the first welcome, end with the reason once no broker can be had; afterwards never."""
@@ -237,7 +240,7 @@ class ClientSession:
         if self.home is None or not self._greeted or self.head is None or now < self._again_at:
             return []
         waits = self._pending is not None and not self._pending.receipted and not self._pending.refused
-        idle = self._training is None and not self._folding and self._catching is None
+        idle = self._training is None and self._log.idle
         self._again_at = now + self._again_after
         self._again_after = min(2 * self._again_after, MOST_AGAIN_SECONDS)
         if waits:
@@ -257,13 +260,10 @@ class ClientSession:
             case OrderNotice(order=signed):
                 return self._on_order(signed)
             case CommitNotice(server_round=server_round, commit=ref):
-                self._newest = max(self._newest, server_round)
-                if self.head is None or server_round > self.head.server_round:
-                    self._notices[server_round] = ref
+                self._log.commit_named(server_round, ref, self.head.server_round if self.head else None)
                 return self._follow()
-            case CheckpointNotice(server_round=server_round):
-                self._newest = max(self._newest, server_round)
-                self._checkpoint = message
+            case CheckpointNotice():
+                self._log.checkpoint_named(message)
                 return self._follow()
             case ReceiptNotice(receipt=signed):
                 return self._on_receipt(signed)
@@ -284,9 +284,10 @@ class ClientSession:
         first = not self._ever_greeted
         self._greeted = self._ever_greeted = True
         self._welcome = welcome
-        self._newest = max(self._newest, welcome.server_round)
+        self._log.heard_of(welcome.server_round)
         self._sequence = max(self._sequence, welcome.highest_sequence)
         effects: list[fx.Effect] = [fx.Tell("connected" if first else "reconnected", {"broker": self.home})]
+        effects += self._greet_others()
         if self.federation is None:
             return effects + self._want(welcome.federation_file)
         if self.head is None:
@@ -331,33 +332,18 @@ class ClientSession:
     # --- following the log -------------------------------------------------------------------------------------------
 
     def _follow(self) -> list[fx.Effect]:
-        if self.head is None or self._catching is not None or self._folding:
+        if self.head is None or self.home is None:
             return []
-        further = self._checkpoint
-        if further is not None and further.server_round > self.head.server_round:
-            self._catching = _Catching(further.server_round, checkpoint=further.checkpoint.bare())
-            return self._want(further.commit)
-        following = self.head.server_round + 1
-        ref = self._notices.get(following)
-        if ref is None:
-            return self._ask_for_commits()
-        self._catching = _Catching(following)
-        return self._want(ref)
-
-    def _ask_for_commits(self) -> list[fx.Effect]:
-        """A broker names a limited number of commits at once; past those, it is asked for the next ones."""
-        if self.head is None or self.home is None or self._newest <= self.head.server_round:
-            return []
-        if self._asked_after == self.head.server_round:
-            return []
-        self._asked_after = self.head.server_round
-        return [fx.Send(self.home, CommitsRequest(self.head.server_round))]
+        found = self._log.next(self.head.server_round)
+        if isinstance(found, CommitsRequest):
+            return [fx.Send(self.home, found)]
+        return self._want(found) if found is not None else []
 
     def _want(self, ref: BlobRef) -> list[fx.Effect]:
         if self.home is None:
             return []
         self._wanted[ref.hash] = ref
-        return [fx.Fetch(ref, self.home)]
+        return [fx.Fetch(ref, self.home, tuple(sorted(self._donors - {self.home})))]
 
     def _on_fetched(self, blob: bytes) -> list[fx.Effect]:
         ref = self._wanted.pop(blob, None)
@@ -367,14 +353,14 @@ class ClientSession:
             return [fx.ReadFederation(ref)] if self.federation is None else []
         if ref.hash == self._welcome.initial_model.hash:
             return [fx.Prepare(ref)] if self.head is None else []
-        catching = self._catching
+        catching = self._log.catching
         if catching is None:
             return []
-        if blob in catching.missing:
-            catching.missing.discard(blob)
-            return self._fold(catching) if not catching.missing else []
-        assert self.home is not None
-        return [fx.OpenCommit(ref, self.home)]
+        if not catching.missing:
+            assert self.home is not None
+            return [fx.OpenCommit(ref, self.home)]
+        whole = self._log.arrived(blob)
+        return self._fold(whole) if whole is not None else []
 
     def _on_missed(self, blob: bytes, now: float) -> list[fx.Effect]:
         if self._wanted.pop(blob, None) is None or self.home is None:
@@ -390,19 +376,14 @@ class ClientSession:
         return [told, *self._lose_home(now)]
 
     def _on_commit_opened(self, server_round: int, updates: tuple[BlobRef, ...], now: float) -> list[fx.Effect]:
-        catching = self._catching
+        catching = self._log.catching
         if catching is None:
             return []
         if catching.server_round != server_round:
             return self._distrust_home(f"sent round {server_round} as round {catching.server_round}", now)
-        if catching.checkpoint is not None:
-            updates = (catching.checkpoint,)
-        catching.missing = {ref.hash for ref in updates}
-        return [effect for ref in {ref.hash: ref for ref in updates}.values() for effect in self._want(ref)]
+        return [effect for ref in self._log.opened(updates) for effect in self._want(ref)]
 
-    def _fold(self, catching: _Catching) -> list[fx.Effect]:
-        self._catching = None
-        self._folding = True
+    def _fold(self, catching: Catching) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
         if self._training is not None:
             self._training = None
@@ -418,9 +399,8 @@ class ClientSession:
             self._sequence = max(self._sequence, counted.highest)
 
     def _on_folded(self, head: Head) -> list[fx.Effect]:
-        self._folding = False
+        self._log.moved_to(head.server_round)
         self._take_head(head)
-        self._notices = {number: ref for number, ref in self._notices.items() if number > head.server_round}
         effects: list[fx.Effect] = []
         pending = self._pending
         if pending is not None and head.server_round > pending.manifest.base_round:
@@ -486,7 +466,7 @@ class ClientSession:
         return self._start_training()
 
     def _start_training(self) -> list[fx.Effect]:
-        if self._order is None or self.head is None or self._folding or self._training is not None:
+        if self._order is None or self.head is None or self._log.folding or self._training is not None:
             return []
         if self._leaving.finishing:
             return []

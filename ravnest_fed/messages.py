@@ -78,13 +78,17 @@ class Absent(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """A client's or the operator's greeting; the newest one of a key supersedes its older session."""
+    """A client's or the operator's greeting; the newest one of a key supersedes its older session.
+
+    A `guest` has its home elsewhere and is here to fetch blobs alone.
+    """
 
     protocol: int
     federation: bytes
     node_id: str
     recipe_hash: str
     server_round: int
+    guest: bool = False
 
 
 class Welcome(_Message, frozen=True):

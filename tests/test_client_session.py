@@ -9,15 +9,17 @@ from clients import events as ev
 from clients.session import AGAIN_SECONDS
 from ravnest_fed.capability import Capability, Speed
 from ravnest_fed.errors import RavnestError, RecipeError
-from ravnest_fed.facts import Evaluation, Manifest, Receipt, open_signed, sign, signed_hash
+from ravnest_fed.facts import BlobRef, Evaluation, Manifest, Receipt, open_signed, sign, signed_hash
 from ravnest_fed.head import CountedSequences, Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.messages import (
     CapabilityNotice,
+    CheckpointNotice,
     CommitNotice,
     CommitsRequest,
     EvaluationNotice,
     Goodbye,
+    Hello,
     Offer,
     Ready,
     Reason,
@@ -25,6 +27,7 @@ from ravnest_fed.messages import (
     Refused,
     Skip,
     Waiting,
+    Welcome,
 )
 from ravnest_fed.transfer import STALL_SECONDS
 from tests.building import identity, work_order
@@ -424,5 +427,54 @@ def test_what_the_machine_can_do_is_said_before_work_is_asked_for_and_to_each_ne
     assert messages == [CapabilityNotice(can), Ready(0)]
     assert client.session.home is not None
     client.line(client.session.home, "down")
-    messages = [one.message for one in only(client.welcome(), fx.Send)]
+    sent_now = [one.message for one in only(client.welcome(), fx.Send)]
+    messages = [one for one in sent_now if not isinstance(one, Hello)]
     assert messages == [CapabilityNotice(can), Ready(0)]
+
+
+def test_other_brokers_are_asked_to_let_it_fetch_and_then_every_blob_may_come_from_them() -> None:
+    client = Client()
+    names = [broker.name for broker in ONE.federation.brokers]
+    for name in names:
+        client.line(name, "up")
+    client.tick(1.0)
+    greeted = only(client.welcome(), fx.Send)
+    home = client.session.home
+    guests = {one.broker for one in greeted if isinstance(one.message, Hello) and one.message.guest}
+    assert guests == set(names) - {home}
+    other, third = sorted(guests)
+    welcome = Welcome(1, ONE.federation.fingerprint, "", 0, 0, BlobRef.of(b"f"), BlobRef.of(b"m"))
+    assert client.hear(welcome, other) == []
+    client.do(ev.FederationRead(ONE.federation))
+    client.do(ev.Prepared(ROUND_0, None))
+    (fetch,) = only(client.hear(CommitNotice(1, commit_ref(1))), fx.Fetch)
+    assert (fetch.broker, fetch.also) == (home, (other,))
+    client.line(third, "down")
+    assert [one.message.guest for one in only(client.line(third, "up"), fx.Send)] == [True]  # type: ignore[union-attr]
+    client.line(other, "down")
+    client.hear(CommitNotice(2, commit_ref(2)))
+    client.do(ev.Missed(commit_ref(1).hash))
+    assert client.session.home != home
+
+
+def test_a_checkpoint_is_taken_up_where_it_is_further_than_the_commits(client: Client) -> None:
+    checkpoint = BlobRef.of(b"checkpoint" * 9999, inline=False)
+    assert only(client.hear(CheckpointNotice(7, commit_ref(7), checkpoint)), fx.Fetch)[0].ref == commit_ref(7)
+    client.do(ev.Fetched(commit_ref(7).hash))
+    (fetch,) = only(client.do(ev.CommitOpened(7, update_refs(7))), fx.Fetch)
+    assert fetch.ref == checkpoint
+    assert only(client.do(ev.Fetched(checkpoint.hash)), fx.TakeUp) == [fx.TakeUp(7, checkpoint)]
+    client.do(ev.Folded(head(7)))
+    assert client.session.head == head(7)
+    assert client.hear(CheckpointNotice(6, commit_ref(6), checkpoint)) == []
+
+
+def test_a_wrong_checkpoint_costs_the_broker_that_offered_it(client: Client) -> None:
+    checkpoint = BlobRef.of(b"checkpoint" * 9999, inline=False)
+    home = client.session.home
+    client.hear(CheckpointNotice(7, commit_ref(7), checkpoint))
+    client.do(ev.Fetched(commit_ref(7).hash))
+    client.do(ev.CommitOpened(7, update_refs(7)))
+    client.do(ev.Fetched(checkpoint.hash))
+    assert told(client.do(ev.CommitRefused("it holds another state")))[0] == "home broker left"
+    assert client.session.home != home

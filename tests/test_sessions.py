@@ -157,3 +157,22 @@ def test_a_skip_at_another_broker_counts_and_ends_with_the_round_while_its_clien
     assert sessions.away() == ids(one, 1)
     sessions.new_round()
     assert not sessions.away() and sessions.live() == ids(one, 0, 1)
+
+
+def test_a_guest_is_neither_live_nor_away_and_leaves_its_home_alone(sessions: Sessions, one: Tiny) -> None:
+    home = greet(sessions, one, "s1", 0)
+    who = one.members[0]
+    guest = sessions.greet("s2", who.curve_public.hex(), hello(one, who, guest=True))
+    assert isinstance(guest, Session) and guest.guest
+    assert sessions.by_node[who.node_id] is home and set(sessions.by_session) == {"s1", "s2"}
+    assert not sessions.lose("s2") and sessions.live() == ids(one, 0)
+
+
+def test_a_guest_that_comes_home_and_a_home_that_becomes_a_guests_are_told_apart(sessions: Sessions, one: Tiny) -> None:
+    who = one.members[0]
+    sessions.greet("s1", who.curve_public.hex(), hello(one, who, guest=True))
+    assert not sessions.live()
+    greet(sessions, one, "s1", 0)
+    assert sessions.live() == ids(one, 0)
+    sessions.greet("s1", who.curve_public.hex(), hello(one, who, guest=True))
+    assert not sessions.live() and sessions.by_session["s1"].guest

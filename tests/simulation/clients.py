@@ -103,8 +103,8 @@ class SimulatedClient:
         match effect:
             case fx.Send(broker, message):
                 self._send(broker, message)
-            case fx.Fetch(ref, broker):
-                self._later(self.world.latency() * 2, lambda: self._fetch(ref, broker))
+            case fx.Fetch(ref, broker, also):
+                self._later(self.world.latency() * 2, lambda: self._fetch(ref, (broker, *also)))
             case fx.ReadFederation():
                 self._later(0.001, lambda: self.handle(ev.FederationRead(self.world.federation)))
             case fx.Prepare():
@@ -144,10 +144,11 @@ class SimulatedClient:
         if isinstance(message, Offer) and self.cheats and self._random.random() < 0.5:
             self._cheat(message)
 
-    def _fetch(self, ref, broker: str) -> None:  # type: ignore[no-untyped-def]
-        target = self.brokers[broker]
-        reachable = self.world.linked(self.name, broker) and self.world.linked(broker, self.name)
-        data = ref.inline or (target.serve(ref.hash) if reachable else None)
+    def _fetch(self, ref, donors: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+        data = ref.inline or None
+        for broker in donors:
+            reachable = self.world.linked(self.name, broker) and self.world.linked(broker, self.name)
+            data = data or (self.brokers[broker].serve(ref.hash) if reachable else None)
         if ref.length and data is None:
             self.handle(ev.Missed(ref.hash))
             return
