@@ -14,7 +14,9 @@ from ravnest_fed.decree import check_votes, open_commit
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import BlobRef, Body, Commit, decode
 from ravnest_fed.federation import Federation
+from ravnest_fed.identity import Signed
 from ravnest_fed.messages import CheckpointNotice, CommitNotice, CommitsRequest
+from ravnest_fed.roster import roster_for
 
 ASK_SECONDS = 0.5
 """How often others are asked for what is missing, at the most."""
@@ -30,6 +32,7 @@ class _Pursuit:
     server_round: int
     record: BlobRef
     checkpoint: BlobRef | None
+    changes: tuple[tuple[int, Signed], ...] = ()
     commit: Commit | None = None
     missing: set[bytes] = field(default_factory=set)
 
@@ -77,7 +80,8 @@ class CatchingUp:
         fits = notice.server_round > server_round if checkpoint else notice.server_round == server_round + 1
         if not fits or self._pursuit is not None:
             return []
-        self._pursuit = _Pursuit(node_id, notice.server_round, notice.commit, checkpoint)
+        changes = notice.changes if isinstance(notice, CheckpointNotice) else ()
+        self._pursuit = _Pursuit(node_id, notice.server_round, notice.commit, checkpoint, changes)
         return [Fetch(notice.commit, (node_id,), "memory")]
 
     def on_fetched(self, event: Fetched, peers: Iterable[str]) -> list[Effect]:
@@ -130,7 +134,10 @@ class CatchingUp:
     def _open(self, pursuit: _Pursuit, record: bytes, peers: Iterable[str]) -> list[Effect]:
         try:
             commit = open_commit(record)
-            check_votes(self.federation, commit)
+            ruling = self.federation
+            if pursuit.checkpoint:
+                ruling = roster_for(self.federation, pursuit.changes, pursuit.server_round)
+            check_votes(ruling, commit)
             body = decode(Body, commit.body)
             if body.server_round != pursuit.server_round:
                 raise RavnestError(f"it is of round {body.server_round}, not {pursuit.server_round}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from brokers.effects import Effect, Say, SendCheckpoint, SendCommits, WriteCheckpoint
 from ravnest_fed.facts import BlobRef, Body
 from ravnest_fed.federation import Checkpoints
+from ravnest_fed.identity import Signed
 from ravnest_fed.messages import PeerHello
 
 
@@ -50,14 +51,17 @@ class Consolidation:
         self._checkpoints = [(server_round, ref)]
         self._forget_before(server_round)
 
-    def offer(self, to: str, peer: bool, after: int) -> Effect:
-        """What somebody at round `after` is sent: the commits, or a checkpoint where these are gone or the larger part."""
+    def offer(self, to: str, peer: bool, after: int, changes: tuple[tuple[int, Signed], ...] = ()) -> Effect:
+        """What somebody at round `after` is sent: the commits, or a checkpoint where these are gone or the larger part.
+
+        `changes` are those of the roster so far.
+        """
         newest, ref = self.newest
         if ref is not None and newest > after:
             missing = range(after + 1, newest + 1)
             gone = any(server_round not in self._sizes for server_round in missing)
             if gone or sum(self._sizes[server_round] for server_round in missing) > ref.length:
-                return SendCheckpoint(to, peer, newest, ref)
+                return SendCheckpoint(to, peer, newest, ref, changes)
         return SendCommits(to, peer, after)
 
     def compare(self, node_id: str, hello: PeerHello) -> list[Effect]:

@@ -16,6 +16,7 @@ from brokers.effects import (
     Effect,
     EndSession,
     Fold,
+    Reconnect,
     SaveAdopted,
     SaveCheckpoint,
     SaveCommit,
@@ -62,6 +63,7 @@ from ravnest_fed.messages import (
     PROTOCOL_VERSION,
     Announcement,
     CapabilityNotice,
+    ChangeNotice,
     CheckpointNotice,
     CommitNotice,
     CommitsRequest,
@@ -79,6 +81,7 @@ from ravnest_fed.messages import (
     Waiting,
     Welcome,
 )
+from ravnest_fed.roster import change_finding
 
 MINORITY_SECONDS = 10.0
 """How long a broker without a majority keeps its clients, at the least."""
@@ -132,6 +135,7 @@ class BrokerCore:
         self._catching = CatchingUp(federation)
         self._drained_by: float | None = None
         self._stopped = False
+        self._change: Signed | None = None
         self._room = True
         # A checkpoint, a few rounds' updates and what was admitted, beside what the database needs.
         self._reserve = LEAST_RESERVE + 8 * 4 * federation.schema.vector_size
@@ -164,6 +168,8 @@ class BrokerCore:
                 effects.append(SendPeer(node_id, self.sessions.presence(self.head.server_round)))
                 effects += self.round.set_live(self._live(), now)
                 effects += self.round.introduce(node_id)
+                if self._change is not None:
+                    effects.append(SendPeer(node_id, ChangeNotice(self._change)))
             case PeerDown(node_id):
                 effects = self._lose_peer(node_id, now)
             case FromPeer(node_id, message):
@@ -213,9 +219,9 @@ class BrokerCore:
     # --- peers -------------------------------------------------------------------------------------------------------
 
     def _on_peer(self, node_id: str, message: Message, now: float) -> list[Effect]:
-        if node_id not in self.federation.broker_by_id:
-            return []
         match message:
+            case ChangeNotice(change=signed):
+                return self._take_change(signed)[0]
             case PeerHello(server_round=server_round):
                 self._catching.heard(node_id, server_round)
                 effects = self._catch_up(now) + self._fill_in(node_id, message)
@@ -286,6 +292,10 @@ class BrokerCore:
         if known.guest and not isinstance(message, Goodbye):
             return []  # it follows, trains and hands in at its home
         match message:
+            case ChangeNotice(change=signed) if known.operator:
+                effects, wrong = self._take_change(signed)
+                refused = Refused(Reason.WRONG_CHANGE, wrong, signed_hash(signed))
+                return [*effects, SendClient(session, refused)] if wrong else effects
             case Ready(server_round=server_round):
                 known.ready = server_round
                 # The order stands until the client has folded its way up to it: the round may wait for this client.
@@ -378,7 +388,8 @@ class BrokerCore:
     # --- commits -----------------------------------------------------------------------------------------------------
 
     def _ask_for_commits(self, who: str, peer: bool, after: int) -> list[Effect]:
-        return [self._consolidation.offer(who, peer, after)] if 0 <= after < self.head.server_round else []
+        changes = self.head.changes
+        return [self._consolidation.offer(who, peer, after, changes)] if 0 <= after < self.head.server_round else []
 
     def _on_checkpoint(self, written: CheckpointWritten) -> list[Effect]:
         if written.checkpoint is None:
@@ -441,12 +452,14 @@ class BrokerCore:
         effects: list[Effect] = [Abandon("spool")]
         self._before_began, self._late = self.round.started, set()
         self.head = head
+        effects += self._follow_roster()
         self.intake.forget_before(self.head.server_round)
         self.sessions.new_round()
         self._catching.moved_on()
         self.round = OpenRound(
             self.federation, self.head, self._identity, VoteRecord(), self._pace, self._patient_until, now
         )
+        self.round.change = self._change
         notice = CommitNotice(self.head.server_round, ref)
         for session in self.sessions.by_node.values():
             if session.ready >= 0:
@@ -460,6 +473,42 @@ class BrokerCore:
         for node_id, message in early:
             effects += self._on_peer(node_id, message, now)
         return effects + self._catch_up(now)
+
+    # --- the roster ----------------------------------------------------------------------------------------------------
+
+    def _take_change(self, signed: Signed) -> tuple[list[Effect], str]:
+        """A change that the operator wants committed: told to everybody, and put into the next draft; or what is wrong."""
+        if signed == self._change or any(signed == made for _, made in self.head.changes):
+            return [], ""
+        wrong = change_finding(self.federation, self.head, signed)
+        if wrong:
+            return [], wrong
+        self._change = self.round.change = signed
+        return self._to_peers(ChangeNotice(signed)), ""
+
+    def _follow_roster(self) -> list[Effect]:
+        """Let the roster of the head be in force."""
+        if self._change is not None and change_finding(self.federation, self.head, self._change):
+            self._change = None
+        if self.head.brokers == self.federation.brokers:
+            return []
+        member = self._me in self.federation.broker_by_id
+        self.federation = self.federation.with_brokers(self.head.brokers)
+        self.sessions.federation = self._catching.federation = self.federation
+        self.intake.follow(self.federation)
+        names = " ".join(broker.name for broker in self.head.brokers)
+        effects: list[Effect] = [Reconnect(self.head.brokers), Say("roster changed", {"brokers": names})]
+        gone = self._peers - set(self.federation.roster)
+        self._peers -= gone
+        for node_id in gone:
+            self.sessions.forget_peer(node_id)
+        if member and self._me not in self.federation.broker_by_id:
+            effects.append(Say("this broker was removed from the roster", {}, warning=True))
+            for session in list(self.sessions.by_session):
+                effects.append(SendClient(session, Goodbye("this broker was removed from the roster")))
+            self._stopped = True
+            effects.append(Stop())
+        return effects
 
     # --- stopping, and a full disk -----------------------------------------------------------------------------------
 
@@ -544,7 +593,7 @@ class BrokerCore:
         )
 
     def _live(self) -> frozenset[str]:
-        return frozenset((self._me, *self._peers))
+        return frozenset((self._me, *self._peers)).intersection(self.federation.roster)
 
     def _to_peers(self, message: Message) -> list[Effect]:
         return [SendPeer(node, message) for node in sorted(self._peers)]

@@ -5,6 +5,7 @@ from typing import Literal
 
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.facts import BlobRef, Body, Commit, Manifest, Reduction
+from ravnest_fed.federation import BrokerEntry
 from ravnest_fed.identity import Signed
 from ravnest_fed.messages import Message
 
@@ -148,6 +149,7 @@ class SendCheckpoint:
     peer: bool
     server_round: int
     checkpoint: BlobRef
+    changes: tuple[tuple[int, Signed], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,13 @@ class Damaged:
 
 
 @dataclass(frozen=True)
+class Reconnect:
+    """The roster in force is this one: admit and dial exactly its brokers."""
+
+    brokers: tuple[BrokerEntry, ...]
+
+
+@dataclass(frozen=True)
 class Stop:
     """This broker is drained: it may end."""
 
@@ -287,5 +296,6 @@ Effect = (
     | Examine
     | Damaged
     | Stop
+    | Reconnect
     | Say
 )

@@ -37,6 +37,10 @@ class Intake:
         self.refusals: dict[str, int] = {}
         self.admitted: list[Upload] = []
 
+    def follow(self, federation: Federation) -> None:
+        """Another roster is in force."""
+        self._federation = federation
+
     def offer(
         self, session: str, offer: Offer, head: Head, known: Contributions, highest_sequence: int
     ) -> list[Effect]:

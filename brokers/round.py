@@ -65,6 +65,7 @@ from ravnest_fed.messages import (
     ShardReduced,
     VoteNotice,
 )
+from ravnest_fed.roster import roster_with
 
 VIEW_SECONDS = 4.0
 MAX_VIEW_SECONDS = 60.0
@@ -129,6 +130,7 @@ class OpenRound:
         self._reducing: set[tuple[bytes, int]] = set()
         self._updates: dict[bytes, dict[int, BlobRef]] = {}
         self._drafting: Body | None = None
+        self.change: Signed | None = None
 
         self._supply = Supply()
         self._arriving: dict[bytes, list[tuple[bytes, int]]] = {}
@@ -433,11 +435,15 @@ class OpenRound:
             return []
         manifests = [self.contributions.get(one.manifest_hash) for one in plan.reduction.counted]
         evidence = evidence_for([one.signed for one in manifests if one is not None], self._evaluations.values())
-        live = tuple(node for node in self.federation.roster if node in self._live)
-        owners = balanced_owners(self.federation.schema, self.federation.roster, live, self.server_round + 1)
+        change = self.change
+        roster = tuple(broker.node_id for broker in roster_with(self.head, change))
+        live = tuple(node for node in roster if node in self._live)
+        owners = balanced_owners(self.federation.schema, roster, live, self.server_round + 1)
         ordered = [updates[shard] for shard in range(len(updates))]
         try:
-            body = draft(self.federation, self.head, plan.reduction, evidence, ordered, owners, self._date_reached)
+            body = draft(
+                self.federation, self.head, plan.reduction, evidence, ordered, owners, self._date_reached, change
+            )
         except RavnestError as error:
             self._free_view = None
             return [Say("no draft", {"round": self.server_round, "finding": str(error)}, warning=True)]

@@ -28,7 +28,7 @@ from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.decree import weighted_means
 from ravnest_fed.errors import LedgerError, RavnestError, RemoteProtocolError, UsageError
 from ravnest_fed.facts import BlobRef, Evaluation, decode, encode
-from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation
+from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, BrokerEntry, Federation
 from ravnest_fed.framing import pack
 from ravnest_fed.identity import Identity
 from ravnest_fed.ledger import Ledger, is_full
@@ -48,6 +48,7 @@ from ravnest_fed.messages import (
 )
 from ravnest_fed.net.sockets import GOODBYE_LINGER_MS, AllowList, Line, Port, make_context
 from ravnest_fed.restoring import restore
+from ravnest_fed.roster import load_changes, with_changes
 from ravnest_fed.transfer import serve
 
 KEY_FILE = "broker.key"
@@ -75,18 +76,24 @@ class BrokerServer:
     """One broker on the directory `folder`, which `ravnest-fed init` made. Raises RavnestError where that cannot be."""
 
     def __init__(self, folder: Path, client_bind: str, peer_bind: str, log: Any = None) -> None:
-        self.federation = Federation.load(folder / FILE_NAME)
+        founding = Federation.load(folder / FILE_NAME)
+        # What this folder was told of the roster when it was made; the ledger may know more.
+        self.federation = with_changes(founding, load_changes(folder))
         self.identity = Identity.load(folder / KEY_FILE)
         self.log = log or structlog.get_logger()
-        if self.identity.node_id not in self.federation.broker_by_id:
-            raise UsageError(f"the key in {folder} belongs to no broker of {FILE_NAME}", "copy the whole broker folder")
-        self.entry = self.federation.broker_by_id[self.identity.node_id]
         self._binds = (client_bind, peer_bind)
         self.ledger = Ledger(folder, self.federation.fingerprint)
         self.replica = restore(
-            self.ledger, self.federation, lambda finding: self.log.warning("checkpoint passed over", finding=finding)
+            self.ledger, founding, lambda finding: self.log.warning("checkpoint passed over", finding=finding)
         )
-        self.bench = Workbench(self.federation, self.replica, self.ledger.blobs, self.ledger.spool)
+        if len(self.replica.head.changes) >= len(load_changes(folder)):
+            self.federation = self.replica.federation
+        if self.identity.node_id not in self.federation.broker_by_id:
+            raise UsageError(
+                f"the key in {folder} belongs to no broker of the roster", "it was removed: make a new folder"
+            )
+        self.entry = self.federation.broker_by_id[self.identity.node_id]
+        self.bench = Workbench(self.replica, self.ledger.blobs, self.ledger.spool)
         self._welcome = (
             self.ledger.blobs.put((folder / FILE_NAME).read_bytes()),
             self.ledger.blobs.put((folder / INITIAL_MODEL).read_bytes()).bare(),
@@ -97,7 +104,7 @@ class BrokerServer:
         sizes = {body.server_round: update_bytes(body) for _, body in self.ledger.commits(oldest)}
         self.ledger.sweep(self._welcome)
         self.core = BrokerCore(
-            self.federation,
+            self.replica.federation,
             self.identity,
             head,
             self.ledger.vote_record(head.server_round + 1),
@@ -114,7 +121,8 @@ class BrokerServer:
         self._queue: deque[fx.Effect] = deque()
         self._writing = False
         self._lines: dict[str, Line] = {}
-        self._keys = {broker.curve_key: broker.node_id for broker in self.federation.brokers}
+        self._dialled: dict[str, BrokerEntry] = {}
+        self._keys: dict[str, str] = {}
         self._up: defaultdict[int, int] = defaultdict(int)
         self._down: defaultdict[int, int] = defaultdict(int)
         self._traffic = {client: list(both) for client, both in self.ledger.traffic().items()}
@@ -136,11 +144,10 @@ class BrokerServer:
             self._disk,
         )
         self._context = make_context()
-        allow = AllowList(self._context)
+        self._allow = allow = AllowList(self._context)
         allow.start()
         members = {member.curve_key for member in self.federation.members} | {self.federation.operator.curve_key}
         allow.allow("clients", members)
-        allow.allow("brokers", set(self._keys))
         self._clients = self._peers = None
         try:
             self._clients = Port(
@@ -149,9 +156,7 @@ class BrokerServer:
             self._peers = Port(
                 self._context, self._binds[1], self.identity, "brokers", True, self._from_peer, lambda session: None
             )
-            for broker in self.federation.brokers:
-                if broker.node_id != self.identity.node_id:
-                    self._lines[broker.node_id] = self._dial(broker.node_id, broker.peer_address, broker.curve_key)
+            self._reconnect((*self.federation.brokers, *self.replica.federation.brokers))
             self.log.info(
                 "broker runs", broker=self.entry.name, round=self.core.head.server_round, address=self._binds[0]
             )
@@ -185,6 +190,20 @@ class BrokerServer:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
+    def _reconnect(self, brokers: tuple[BrokerEntry, ...]) -> None:
+        """Admit and dial exactly these brokers. Who moved is dialled anew."""
+        wanted = {broker.node_id: broker for broker in reversed(brokers)}
+        self._keys = {broker.curve_key: node_id for node_id, broker in wanted.items()}
+        self._allow.allow("brokers", set(self._keys))
+        for node_id in [node for node in self._lines if node not in wanted or self._dialled[node] != wanted[node]]:
+            self._fetching.donor_gone(node_id)
+            self._lines.pop(node_id).close()
+            self._handle(ev.PeerDown(node_id))
+        for node_id, broker in wanted.items():
+            if node_id != self.identity.node_id and node_id not in self._lines:
+                self._dialled[node_id] = broker
+                self._lines[node_id] = self._dial(node_id, broker.peer_address, broker.curve_key)
+
     def _dial(self, node_id: str, address: str, key: str) -> Line:
         def state(text: str) -> None:
             if text == "up":
@@ -196,7 +215,9 @@ class BrokerServer:
         return Line(self._context, address, key, self.identity, True, lambda raw: None, state)
 
     def _from_peer(self, session: str, curve_key: str, raw: bytes) -> None:
-        node_id = self._keys[curve_key]
+        node_id = self._keys.get(curve_key)
+        if node_id is None:
+            return  # it was removed from the roster a moment ago
         try:
             message = decode_to_peer(raw)
         except RemoteProtocolError as error:
@@ -242,7 +263,7 @@ class BrokerServer:
         return None
 
     def _ask(self, donor: str, want: Want) -> None:
-        if donor in self.federation.broker_by_id:
+        if donor in self._lines:
             self._send_peer(donor, want)
         else:
             self._send_client(donor, want)
@@ -384,6 +405,9 @@ class BrokerServer:
                         "start it again; it is then built anew from its ledger",
                     )
                 )
+            case fx.Reconnect(brokers):
+                self.federation = self.federation.with_brokers(brokers)
+                self._loop.call_soon(self._reconnect, brokers)
             case fx.Stop():
                 self._stopped.set()
             case fx.Say(event, fields, warning):
@@ -440,7 +464,7 @@ class BrokerServer:
             return
         record = pack(encode(commit))
         self._cache(record)
-        notice = CheckpointNotice(effect.server_round, BlobRef.of(record), effect.checkpoint)
+        notice = CheckpointNotice(effect.server_round, BlobRef.of(record), effect.checkpoint, effect.changes)
         if effect.peer:
             self._send_peer(effect.to, notice)
         else:
@@ -491,6 +515,7 @@ class BrokerServer:
             ),
             refusals=dict(core.intake.refusals),
             memory_bytes=self._process.memory_info().rss,
+            changes=core.head.changes,
             disk_free_bytes=psutil.disk_usage(str(self.ledger.path.parent)).free,
         )
 

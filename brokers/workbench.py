@@ -28,8 +28,7 @@ from ravnest_fed.replica import Replica, updates_of
 class Workbench:
     """One broker's calculations: contributions are read from `spool`, updates and evidence are in `store`."""
 
-    def __init__(self, federation: Federation, replica: Replica, store: BlobStore, spool: BlobStore) -> None:
-        self.federation = federation
+    def __init__(self, replica: Replica, store: BlobStore, spool: BlobStore) -> None:
         self.replica = replica
         self._store = store
         self._spool = spool
@@ -37,6 +36,11 @@ class Workbench:
         self._payloads: dict[tuple[int, bytes], bytes] = {}
         self._sums_round = 0
         self._candidate: Replica | None = None
+
+    @property
+    def federation(self) -> Federation:
+        """The federation, with the roster in force for the open round."""
+        return self.replica.federation
 
     def inspect(self, task: Inspect) -> Inspected:
         """Decode every shard of an upload, and measure the norm and the range that its manifest declares."""

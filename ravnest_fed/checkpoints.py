@@ -79,12 +79,12 @@ def read_checkpoint(data: memoryview, federation: Federation, commit: bytes) -> 
             raise VerificationError(f"{where} is of another federation or format")
         head = decode(Head, base64.b64decode(metadata["head"], validate=True))
         state = fill(header, values, federation.schema, where)
-        replica = Replica(federation, state)
-        for name, vector in replica.outer_state.items():
+        vectors = Replica(federation, state).outer_state
+        for name, vector in vectors.items():
             vector[...] = tensor(header[OUTER + name], values)
+        replica = Replica.at(federation, state, vectors, head)
     except (ValueError, KeyError, TypeError, RecursionError, SchemaMismatch, RemoteProtocolError) as error:
         raise VerificationError(f"{where} cannot be read: {error}", "copy it from another broker") from None
-    replica.head = head
     hashes = replica.hashes()
     clients = tuple(one.client for one in body.counted)
     if (

@@ -34,6 +34,7 @@ from ravnest_fed.framing import pack, unpack
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
 from ravnest_fed.manifests import has_base, order_of, require_countable
+from ravnest_fed.roster import change_finding, roster_with
 
 MAX_METRIC = 1e100
 """Greatest magnitude of a metric: sums over all clients, weighted by their examples, stay finite."""
@@ -125,6 +126,7 @@ def draft(
     updates: Sequence[BlobRef],
     owners: tuple[int, ...],
     date_reached: bool,
+    change: Signed | None = None,
 ) -> Body:
     """The body for these results, with `model_hash` and `state_hash` still empty: folding gives them."""
     facts = open_evidence(federation, evidence)
@@ -149,6 +151,7 @@ def draft(
         model_hash=b"",
         state_hash=b"",
         stop=stop_reason(federation, reduction.server_round, metrics, date_reached),
+        change=change,
     )
 
 
@@ -194,14 +197,16 @@ def check_body(federation: Federation, head: Head, body: Body, evidence: bytes) 
             raise VerificationError(f"{where}: the evaluation of {federation.name_of(signed.node_id)} is not sound")
     if len({signed.node_id for signed in facts.evaluations}) != len(facts.evaluations):
         raise VerificationError(f"{where}: two evaluations are of one client")
-    shards, roster = federation.schema.shards, federation.roster
+    if body.change is not None and (wrong := change_finding(federation, head, body.change)):
+        raise VerificationError(f"{where}: the change of the roster does not hold: {wrong}")
+    shards, roster = federation.schema.shards, roster_with(head, body.change)
     if len(body.updates) != len(shards):
         raise VerificationError(f"{where}: the update has {len(body.updates)} shards, the schema {len(shards)}")
     if len(body.owners) != len(shards) or not all(0 <= owner < len(roster) for owner in body.owners):
         raise VerificationError(f"{where}: the next round's owners do not fit the schema and the roster")
     reduction = reduction_of(federation, head, body.counted)
     date_reached = bool(federation.stop.date) and body.stop.startswith("the date ")
-    expected = draft(federation, head, reduction, evidence, body.updates, body.owners, date_reached)
+    expected = draft(federation, head, reduction, evidence, body.updates, body.owners, date_reached, body.change)
     for name in Body.__struct_fields__:
         if name not in ("model_hash", "state_hash", "evidence") and getattr(body, name) != getattr(expected, name):
             raise VerificationError(f"{where}: {name} is not what the contributions give")

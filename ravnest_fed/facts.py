@@ -131,6 +131,22 @@ class Vote(_Fact, frozen=True):
     body_hash: bytes
 
 
+class RosterChange(_Fact, frozen=True):
+    """The operator's change of the roster: `action` is "add", "remove" or "readdress", `number` counts from 1.
+
+    The rest is the broker's entry, keys in hex.
+    """
+
+    federation: bytes
+    number: int
+    action: str
+    name: str
+    public_key: str
+    curve_key: str
+    client_address: str
+    peer_address: str
+
+
 class Counted(msgspec.Struct, frozen=True, array_like=True):
     """One contribution that a round counts. The mean is the sum of weight * delta over the sum of shares."""
 
@@ -148,7 +164,8 @@ class Body(_Fact, frozen=True):
 
     `metrics` are the example-weighted means of what clients measured on the parent's model. `evidence` is the blob with
     the signed manifests and evaluations. `owners` (roster indices by shard), `next_scale_bits` and `next_clip_bound`
-    (infinite: no clipping) rule the next round. `stop` is empty, or says why training ends here.
+    (infinite: no clipping) rule the next round. `stop` is empty, or says why training ends here. `change` is a change of the
+    roster, in force from the next round on.
     """
 
     federation: bytes
@@ -166,6 +183,7 @@ class Body(_Fact, frozen=True):
     model_hash: bytes
     state_hash: bytes
     stop: str
+    change: Signed | None = None
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True):
@@ -192,7 +210,7 @@ class Reduction(msgspec.Struct, frozen=True, array_like=True):
     scale_bits: int
 
 
-Fact = WorkOrder | Manifest | Evaluation | Receipt | Inventory | Vote
+Fact = WorkOrder | Manifest | Evaluation | Receipt | Inventory | Vote | RosterChange
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, msgspec.msgpack.Decoder] = {}  # type: ignore[type-arg]
 T = TypeVar("T")

@@ -230,6 +230,21 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
         rounds = self.rounds
         return rounds.most_steps * rounds.micro_batch * rounds.accumulation
 
+    @property
+    def founding(self) -> "Federation":
+        """The federation as it was founded, with its first roster."""
+        known: Federation = self.__dict__.get("_founding", self)
+        return known
+
+    def with_brokers(self, brokers: tuple[BrokerEntry, ...]) -> "Federation":
+        """The same federation, by the same fingerprint, with another roster in force."""
+        founding = self.founding
+        if brokers == founding.brokers:
+            return founding
+        changed = msgspec.structs.replace(founding, brokers=brokers)
+        changed.__dict__.update(_founding=founding, text=founding.text, fingerprint=founding.fingerprint)
+        return changed
+
     def public_key(self, node_id: str) -> bytes | None:
         """The signing key of a broker, a member or the operator; None for a stranger."""
         return self._public_keys.get(node_id)

@@ -4,13 +4,14 @@
 the same commit. Brokers decide with heads alone; the vectors live in `ravnest_fed.replica`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ravnest_fed.facts import Body, body_hash, encode
-from ravnest_fed.federation import Federation
+from ravnest_fed.facts import Body, RosterChange, body_hash, decode, encode
+from ravnest_fed.federation import BrokerEntry, Federation
 from ravnest_fed.hashing import digest
+from ravnest_fed.identity import Signed
 from ravnest_fed.parameters import Schema
 
 SEQUENCE_WINDOW = 64
@@ -48,7 +49,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Where a replica stands after `server_round`. `commit_hash` of round 0 is the federation's fingerprint.
 
     `scale_bits` is None before anything was recorded: the first round's scale stands in its plan. `norms` and `maxima` are
-    those of the last contributions counted.
+    those of the last contributions counted. `brokers` is the roster in force from the next round on, `changes` how it came
+    about: the round that each change stands in, and what the operator signed.
     """
 
     server_round: int
@@ -62,6 +64,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     norms: tuple[float, ...]
     maxima: tuple[float, ...]
     last_clients: tuple[str, ...]
+    brokers: tuple[BrokerEntry, ...] = ()
+    changes: tuple[tuple[int, Signed], ...] = ()
 
     def after(self, body: Body, raw: bytes, history: int) -> "Head":
         """The head after `body`, whose bytes are `raw`, was folded; `history` bounds the recorded norms."""
@@ -71,6 +75,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             table[counted.client] = (
                 known.with_sequence(counted.sequence) if known else CountedSequences(counted.sequence)
             )
+        brokers, changes = self.brokers, self.changes
+        if body.change is not None:
+            # Who voted for the body, or checks its votes, has seen that the operator signed it.
+            brokers = roster_after(brokers, decode(RosterChange, body.change.payload))
+            changes = (*changes, (body.server_round, body.change))
         return Head(
             server_round=body.server_round,
             commit_hash=body_hash(raw),
@@ -83,6 +92,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             norms=(*self.norms, *(counted.norm for counted in body.counted))[-history:],
             maxima=(*self.maxima, *(counted.max_abs for counted in body.counted))[-history:],
             last_clients=tuple(counted.client for counted in body.counted),
+            brokers=brokers,
+            changes=changes,
         )
 
     def was_counted(self, client: str, sequence: int) -> bool:
@@ -101,10 +112,26 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             sorted((client, entry.highest, entry.below) for client, entry in self.counted.items()),
             self.norms,
             self.maxima,
-            federation.roster,
+            self.brokers,
+            self.changes,
             sorted(federation.member_by_id),
         )
         return digest("head", encode(facts))
+
+
+def entry_of(change: RosterChange) -> BrokerEntry:
+    """The broker that a change is about, as it will stand in the roster."""
+    return msgspec.convert({name: getattr(change, name) for name in BrokerEntry.__struct_fields__}, BrokerEntry)
+
+
+def roster_after(brokers: Sequence[BrokerEntry], change: RosterChange) -> tuple[BrokerEntry, ...]:
+    """The roster after `change`, which was found to hold."""
+    entry = entry_of(change)
+    if change.action == "remove":
+        return tuple(one for one in brokers if one.name != entry.name)
+    if change.action == "readdress":
+        return tuple(entry if one.name == entry.name else one for one in brokers)
+    return (*brokers, entry)
 
 
 def initial_head(federation: Federation, model_hash: bytes) -> Head:
@@ -121,6 +148,7 @@ def initial_head(federation: Federation, model_hash: bytes) -> Head:
         norms=(),
         maxima=(),
         last_clients=(),
+        brokers=federation.founding.brokers,
     )
 
 

@@ -29,6 +29,7 @@ class Reason:
     WRONG_FEDERATION = "wrong-federation"
     WRONG_RECIPE = "wrong-recipe"
     WRONG_VERSION = "wrong-version"
+    WRONG_CHANGE = "wrong-change"
     WRONG_SIGNATURE = "wrong-signature"
     WRONG_BASE = "wrong-base"
     WRONG_ORDER = "wrong-order"
@@ -170,11 +171,15 @@ class CommitNotice(_Message, frozen=True):
 
 
 class CheckpointNotice(_Message, frozen=True):
-    """A checkpoint to fetch, and the commit of its round, whose votes prove it."""
+    """A checkpoint to fetch, and the commit of its round, whose votes prove it.
+
+    `changes` are those of the roster so far, by round: they tell whose votes count.
+    """
 
     server_round: int
     commit: BlobRef
     checkpoint: BlobRef
+    changes: tuple[tuple[int, Signed], ...] = ()
 
 
 class Goodbye(_Message, frozen=True):
@@ -229,6 +234,7 @@ class Status(_Message, frozen=True):
     refusals: dict[str, int]
     memory_bytes: int = 0
     disk_free_bytes: int = 0
+    changes: tuple[tuple[int, Signed], ...] = ()
 
 
 class PeerHello(_Message, frozen=True):
@@ -253,6 +259,12 @@ class Presence(_Message, frozen=True):
     server_round: int
     live: tuple[str, ...]
     away: tuple[str, ...]
+
+
+class ChangeNotice(_Message, frozen=True):
+    """A change of the roster that the operator signed, to be committed with the next round."""
+
+    change: Signed
 
 
 class Announcement(_Message, frozen=True):
@@ -351,6 +363,7 @@ ToBroker = (
     | Chunk
     | Absent
     | CapabilityNotice
+    | ChangeNotice
 )
 ToClient = (
     Welcome
@@ -368,6 +381,7 @@ ToClient = (
 )
 ToPeer = (
     PeerHello
+    | ChangeNotice
     | Presence
     | Announcement
     | InventoryRequest

@@ -54,10 +54,13 @@ def _leaf(values: Float32 | Int64) -> bytes:
 
 
 class Replica:
-    """The vectors after `head.server_round`. Not thread-safe: one caller at a time."""
+    """The vectors after `head.server_round`. Not thread-safe: one caller at a time.
+
+    `federation` has the roster in force for the next round.
+    """
 
     def __init__(self, federation: Federation, initial: ModelState) -> None:
-        self.federation = federation
+        self.federation = federation.founding
         self.schema = federation.schema
         self.state = initial
         strategy = federation.strategy
@@ -65,18 +68,20 @@ class Replica:
         size = self.schema.parameter_stop
         self.outer_state = {name: np.zeros(size, np.float32) for name in self._outer.state_names()}
         self._minima = self._buffer_minima()
-        self.head: Head = initial_head(federation, model_hash(self.schema, initial))
+        self.head: Head = initial_head(self.federation, model_hash(self.schema, initial))
 
     @classmethod
     def at(cls, federation: Federation, state: ModelState, outer_state: dict[str, Float32], head: Head) -> "Replica":
         """The replica that stands at `head` with these vectors, as a checkpoint kept them."""
         replica = cls(federation, state)
-        replica.outer_state, replica.head = outer_state, head
+        replica.outer_state = outer_state
+        replica._move_to(head)
         return replica
 
     def take(self, other: "Replica") -> None:
         """Stand where `other` stands; its vectors are taken, not copied."""
-        self.state, self.outer_state, self.head = other.state, other.outer_state, other.head
+        self.state, self.outer_state = other.state, other.outer_state
+        self._move_to(other.head)
 
     def hashes(self) -> FoldedHashes:
         """The hashes of the model and of the whole replicated state as they stand."""
@@ -103,7 +108,12 @@ class Replica:
                 f"folding round {body.server_round} gave another state than a majority committed",
                 "this replica is damaged: start it again so that it is built anew from its ledger",
             )
-        self.head = self.head.after(body, raw, self.federation.strategy.norm_history)
+        self._move_to(self.head.after(body, raw, self.federation.strategy.norm_history))
+
+    def _move_to(self, head: Head) -> None:
+        self.head = head
+        if head.brokers != self.federation.brokers:
+            self.federation = self.federation.with_brokers(head.brokers)
 
     def _walk(self, body: Body, raw: bytes, read_update: ReadUpdate, keep: bool) -> FoldedHashes:
         leaves, outer_leaves = [], []

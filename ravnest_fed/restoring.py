@@ -10,6 +10,7 @@ from ravnest_fed.federation import INITIAL_MODEL, Federation
 from ravnest_fed.ledger import Ledger
 from ravnest_fed.model_files import read_model
 from ravnest_fed.replica import Replica, updates_of
+from ravnest_fed.roster import roster_for
 
 
 def restore(ledger: Ledger, federation: Federation, tell: Callable[[str], None] = lambda finding: None) -> Replica:
@@ -50,5 +51,6 @@ def from_initial(ledger: Ledger, federation: Federation) -> Replica:
 def from_checkpoint(ledger: Ledger, federation: Federation, server_round: int, ref: BlobRef) -> Replica:
     """The replica in a checkpoint, proven by the votes for its round. Raises VerificationError or LedgerError."""
     commit, _ = ledger.checked(server_round)
-    check_votes(federation, commit)
-    return read_checkpoint(ledger.blobs.view(ref.hash), federation, commit.body)
+    replica = read_checkpoint(ledger.blobs.view(ref.hash), federation, commit.body)
+    check_votes(roster_for(federation, replica.head.changes, server_round), commit)
+    return replica

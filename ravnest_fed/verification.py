@@ -74,8 +74,8 @@ def _replay(ledger: Ledger, federation: Federation, progress: Callable[[int], No
     began = replica.head.server_round
     for commit, body in _commits(ledger, began):
         try:
-            check_votes(federation, commit)
-            check_body(federation, replica.head, body, ledger.blobs.read(body.evidence.hash))
+            check_votes(replica.federation, commit)
+            check_body(replica.federation, replica.head, body, ledger.blobs.read(body.evidence.hash))
             replica.fold(body, commit.body, updates_of(body, ledger.blobs))
             if body.server_round in checkpoints:
                 from_checkpoint(ledger, federation, body.server_round, checkpoints[body.server_round])

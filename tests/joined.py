@@ -133,7 +133,7 @@ class JoinedBroker:
         self.replica = Replica(federation, ModelState(initial.vector.copy(), initial.counters.copy()))
         for server_round in sorted(self.disk.commits):
             self._fold(self.disk.commits[server_round])
-        self.bench = Workbench(federation, self.replica, self.disk.blobs, self.disk.spool)
+        self.bench = Workbench(self.replica, self.disk.blobs, self.disk.spool)
         self.memory = MemoryBlobs()
         head = self.replica.head
         kept = [one for base, one in self.disk.admitted.values() if base == head.server_round]

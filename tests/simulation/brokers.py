@@ -147,7 +147,7 @@ class SimulatedBroker:
         self._queue: deque[fx.Effect] = deque()
         self._writing = False
         self.replica = self.disk.restore(world.federation, world.initial)
-        self.bench = self.bench_class(world.federation, self.replica, self.disk.blobs, self.disk.spool)
+        self.bench = self.bench_class(self.replica, self.disk.blobs, self.disk.spool)
         self.memory = MemoryBlobs()
         head = self.replica.head
         self.core = self.core_class(
