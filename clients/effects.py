@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import BlobRef, WorkOrder
 from ravnest_fed.identity import Signed
+from ravnest_fed.links import LinkBroker
 from ravnest_fed.messages import Message, Offer
 
 
@@ -26,6 +27,13 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Reconnect:
+    """The roster in force is this one: keep lines to exactly its brokers, and remember them for the next start."""
+
+    brokers: tuple[LinkBroker, ...]
+
+
+@dataclass(frozen=True)
 class ReadFederation:
     """Parse the federation file in this blob; answered by `FederationRead`."""
 
@@ -41,10 +49,14 @@ class Prepare:
 
 @dataclass(frozen=True)
 class OpenCommit:
-    """Decode the commit in this blob and check its votes; answered by `CommitOpened`."""
+    """Decode the commit in this blob and check its votes; answered by `CommitOpened`.
+
+    Votes count by the roster in force, or where `changes` are given, by the one that these make for the commit's round.
+    """
 
     ref: BlobRef
     broker: str
+    changes: tuple[tuple[int, Signed], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,8 @@ class End:
 
 
 Effect = (
-    Send
+    Reconnect
+    | Send
     | Fetch
     | ReadFederation
     | Prepare

@@ -3,16 +3,21 @@
 from dataclasses import dataclass, field
 
 from ravnest_fed.facts import BlobRef
+from ravnest_fed.identity import Signed
 from ravnest_fed.messages import CheckpointNotice, CommitsRequest
 
 
 @dataclass
 class Catching:
-    """The commit being fetched, or the checkpoint of its round. `missing` blobs are known once its record is opened."""
+    """The commit being fetched, or the checkpoint of its round. `missing` blobs are known once its record is opened.
+
+    `changes` are those of the roster up to a checkpoint.
+    """
 
     server_round: int
     missing: set[bytes] = field(default_factory=set)
     checkpoint: BlobRef | None = None
+    changes: tuple[tuple[int, Signed], ...] | None = None
 
 
 @dataclass
@@ -58,7 +63,7 @@ class Following:
             return None
         further = self._checkpoint
         if further is not None and further.server_round > at:
-            self.catching = Catching(further.server_round, checkpoint=further.checkpoint.bare())
+            self.catching = Catching(further.server_round, set(), further.checkpoint.bare(), further.changes)
             return further.commit
         record = self._notices.get(at + 1)
         if record is not None:

@@ -3,10 +3,12 @@
 The order is rendezvous hashing over the client's key, so that clients spread over the brokers by themselves.
 """
 
+from collections.abc import Sequence
+
 from clients.events import LineState
 from ravnest_fed.errors import BrokerUnreachable, KeyRefused, RavnestError
 from ravnest_fed.hashing import digest
-from ravnest_fed.links import Link
+from ravnest_fed.links import Link, LinkBroker
 
 JOIN_SECONDS = 6.0
 PREFERENCE_SECONDS = 0.5
@@ -17,14 +19,18 @@ class Homes:
     """The brokers of a link, by name. Times are in seconds."""
 
     def __init__(self, link: Link, public_key: bytes, now: float) -> None:
-        self._link = link
-        self._names = sorted(
-            (broker.name for broker in link.brokers), key=lambda name: digest("home", public_key, name.encode())
-        )
+        self._public_key = public_key
+        self.follow(link.brokers)
         self._states: dict[str, LineState] = {}
         self._avoid: dict[str, float] = {}
         self._started = now
         self._first_up: float | None = None
+
+    def follow(self, brokers: Sequence[LinkBroker]) -> None:
+        """These are the brokers there are."""
+        self._brokers = tuple(brokers)
+        names = (broker.name for broker in brokers)
+        self._names = sorted(names, key=lambda name: digest("home", self._public_key, name.encode()))
 
     def changed(self, broker: str, state: LineState, now: float) -> None:
         """The line to a broker changed its state."""
@@ -62,7 +68,7 @@ class Homes:
             "refused": "does not admit this key",
             "mismatch": "does not prove the key that the link names",
         }
-        addresses = {broker.name: broker.address for broker in self._link.brokers}
+        addresses = {broker.name: broker.address for broker in self._brokers}
         texts = [f"{name} at {addresses[name]} {words[state]}" for name, state in zip(self._names, states, strict=True)]
         what = "no broker to join: " + ", ".join(texts)
         if any(state in ("refused", "mismatch") for state in states):

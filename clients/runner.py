@@ -20,6 +20,7 @@ from clients import effects as fx
 from clients import events as ev
 from clients.devices import describe, overlooked_gpus
 from clients.fetched import FetchedBlobs
+from clients.known_brokers import KnownBrokers
 from clients.outbox import Outbox
 from clients.probe_process import ProbeFailed, probe_apart
 from clients.progress import ProgressFiles, ProgressUnreadable, StateNotKept
@@ -35,7 +36,7 @@ from ravnest_fed.errors import RavnestError, RemoteProtocolError, SchemaMismatch
 from ravnest_fed.facts import BlobRef, Body, Commit, WorkOrder, decode, encode
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
-from ravnest_fed.links import Link
+from ravnest_fed.links import Link, LinkBroker
 from ravnest_fed.messages import Absent, Chunk, Message, Want, decode_to_client
 from ravnest_fed.model_files import read_model
 from ravnest_fed.net.sockets import CLIENT_HEARTBEAT, GOODBYE_LINGER_MS, Line, make_context
@@ -43,6 +44,7 @@ from ravnest_fed.parameters import ModelState
 from ravnest_fed.partition import Partition
 from ravnest_fed.recipe import LoadedRecipe
 from ravnest_fed.replica import Replica, updates_of
+from ravnest_fed.roster import Changes, roster_for
 from ravnest_fed.transfer import Ask, Downloads, Drop, Fetched, FetchFailed, Keep, TransferEffect, serve
 
 TICK_SECONDS = 0.1
@@ -68,7 +70,8 @@ class ClientRunner:
         heartbeat: tuple[int, int] = CLIENT_HEARTBEAT,
         probes: Path | None = None,
     ) -> None:
-        self.link = link
+        self._roster = KnownBrokers(state)
+        self.link = link = self._roster.added_to(link)
         self.identity = Identity(link.seed)
         self.replica: Replica | None = None
         self._outbox = Outbox(state, link.fingerprint, self.identity.node_id)
@@ -85,6 +88,7 @@ class ClientRunner:
         self._initial = b""
         self._downloads = Downloads()
         self._lines: dict[str, Line] = {}
+        self._dialled: dict[str, LinkBroker] = {}
         self._commits: dict[int, tuple[Commit, Body]] = {}
         self._abandoned = threading.Event()
         self._outcome: fx.End | None = None
@@ -95,9 +99,8 @@ class ClientRunner:
         self._training = ThreadPoolExecutor(1, "training")
         self._folding = ThreadPoolExecutor(1, "folding")
         self._ended = asyncio.Event()
-        context = make_context()
-        for broker in self.link.brokers:
-            self._lines[broker.name] = self._dial(context, broker.name, broker.address, broker.curve_key.hex())
+        self._context = context = make_context()
+        self._reconnect(self.link.brokers)
         try:
             while not self._ended.is_set():
                 self._apply_transfer(self._downloads.tick(time.monotonic()))
@@ -123,6 +126,20 @@ class ClientRunner:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
+    def _reconnect(self, brokers: tuple[LinkBroker, ...]) -> None:
+        """Keep lines to exactly these brokers. Who moved is dialled anew."""
+        if self._outcome is not None:
+            return
+        wanted = {broker.name: broker for broker in brokers}
+        for name in [name for name in self._lines if self._dialled[name] != wanted.get(name)]:
+            self._lines.pop(name).close()
+            self._apply_transfer(self._downloads.donor_gone(name, time.monotonic()))
+            self._handle(ev.Line(name, "down"))
+        for name, broker in wanted.items():
+            if name not in self._lines:
+                self._dialled[name] = broker
+                self._lines[name] = self._dial(self._context, name, broker.address, broker.curve_key.hex())
+
     def _dial(self, context: Any, name: str, address: str, key: str) -> Line:
         def state(text: Any) -> None:
             if text != "up":
@@ -134,6 +151,10 @@ class ClientRunner:
 
         return Line(context, address, key, self.identity, False, received, state, self._heartbeat)
 
+    def _send(self, broker: str, raw: bytes) -> None:
+        if broker in self._lines:
+            self._lines[broker].send(raw)
+
     def _received(self, broker: str, raw: bytes) -> None:
         now = time.monotonic()
         try:
@@ -144,7 +165,7 @@ class ClientRunner:
         match message:
             case Want():
                 for part in serve(message, self._outbox):
-                    self._lines[broker].send(encode(part))
+                    self._send(broker, encode(part))
                 self._handle(ev.Pulled(broker))
             case Chunk():
                 self._apply_transfer(self._downloads.on_chunk(broker, message, now))
@@ -163,7 +184,7 @@ class ClientRunner:
     def _carry(self, effect: fx.Effect) -> None:
         match effect:
             case fx.Send(broker, message):
-                self._lines[broker].send(encode(message))
+                self._send(broker, encode(message))
             case fx.Fetch(ref, broker, also):
                 if ref.length > MAX_FETCH_BYTES:
                     self._loop.call_soon(self._handle, ev.Missed(ref.hash))
@@ -175,8 +196,11 @@ class ClientRunner:
                 self._work(self._folding, lambda: self._read_federation(ref))
             case fx.Prepare(ref):
                 self._work(self._training, lambda: self._prepare(ref))
-            case fx.OpenCommit(ref):
-                self._work(self._folding, lambda: self._open_commit(ref))
+            case fx.OpenCommit(ref, _, changes):
+                self._work(self._folding, lambda: self._open_commit(ref, changes))
+            case fx.Reconnect(brokers):
+                self._roster.keep(brokers)
+                self._loop.call_soon(self._reconnect, brokers)
             case fx.Fold(server_round):
                 # Training reads the vectors that folding changes, so both take turns on one thread.
                 self._work(self._training, lambda: self._fold(server_round))
@@ -203,7 +227,7 @@ class ClientRunner:
         for effect in effects:
             match effect:
                 case Ask(donor, want):
-                    self._lines[donor].send(encode(want))
+                    self._send(donor, encode(want))
                 case Keep(ref, index, data):
                     self._blobs.keep_chunk(ref, index, data)
                 case Fetched(ref):
@@ -241,14 +265,16 @@ class ClientRunner:
             )
         return ev.FederationRead(federation)
 
-    def _open_commit(self, ref: BlobRef) -> ev.Event:
-        assert self.session.federation is not None
+    def _open_commit(self, ref: BlobRef, changes: Changes | None) -> ev.Event:
+        assert self.replica is not None
+        federation = self.replica.federation
         record = self._blobs.read(ref.hash)
         self._blobs.forget(ref.hash)
         try:
             commit = open_commit(record)
-            check_votes(self.session.federation, commit)
             body = decode(Body, commit.body)
+            ruling = federation if changes is None else roster_for(federation, changes, body.server_round)
+            check_votes(ruling, commit)
         except RavnestError as error:
             return ev.CommitRefused(str(error))
         self._commits = {body.server_round: (commit, body)}

@@ -32,7 +32,7 @@ from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import merkle_root
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
-from ravnest_fed.links import Link
+from ravnest_fed.links import Link, link_brokers
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
     CapabilityNotice,
@@ -358,7 +358,7 @@ class ClientSession:
             return []
         if not catching.missing:
             assert self.home is not None
-            return [fx.OpenCommit(ref, self.home)]
+            return [fx.OpenCommit(ref, self.home, catching.changes)]
         whole = self._log.arrived(blob)
         return self._fold(whole) if whole is not None else []
 
@@ -411,6 +411,7 @@ class ClientSession:
         following = self._follow()
         if following:
             return effects + following
+        effects += self._follow_roster(head)
         effects.append(fx.Evaluate(head.server_round))
         ordered = self._order is not None and self._order[1].base_round >= head.server_round
         return effects + self._start_training() + ([] if ordered else self._ready())
@@ -423,6 +424,17 @@ class ClientSession:
             return [fx.Forget()]
         told = fx.Tell("contribution not counted", {"round": head.server_round}, warning=True)
         return [told, fx.Forget(counted=False)]
+
+    def _follow_roster(self, head: Head) -> list[fx.Effect]:
+        """At the head of the log its roster is the one to keep lines to; those on the way there are past."""
+        assert self.federation is not None
+        if head.brokers == self.federation.brokers:
+            return []
+        self.federation = self.federation.with_brokers(head.brokers)
+        brokers = link_brokers(self.federation)
+        self._homes.follow(brokers)
+        names = " ".join(broker.name for broker in brokers)
+        return [fx.Tell("brokers changed", {"now": names}), fx.Reconnect(brokers)]
 
     def _on_evaluated(self, event: ev.Evaluated) -> list[fx.Effect]:
         head = self.head

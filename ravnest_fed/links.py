@@ -41,10 +41,14 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
 
 def link_for(federation: Federation, member: Identity) -> Link:
     """The link that lets `member` join `federation`."""
-    brokers = tuple(
+    return Link(FORMAT, federation.fingerprint, link_brokers(federation), member.seed)
+
+
+def link_brokers(federation: Federation) -> tuple[LinkBroker, ...]:
+    """The brokers of the roster in force, as clients reach them."""
+    return tuple(
         LinkBroker(broker.name, broker.client_address, bytes.fromhex(broker.curve_key)) for broker in federation.brokers
     )
-    return Link(FORMAT, federation.fingerprint, brokers, member.seed)
 
 
 def parse_link(text: str) -> Link:

@@ -89,6 +89,7 @@ TAMPERED: list[tuple[str, Any, str]] = [
     ("next_clip_bound", math.inf, "next_clip_bound is not"),
     ("next_clip_bound", math.nan, "next_clip_bound is not"),
     ("stop", "enough", "stop is not"),
+    ("change", OFFERS[0].signed, "not signed by this federation's operator"),
     ("stop", "the date 2030-01-01T00:00:00+00:00 is reached", "stop is not"),
 ]
 

@@ -33,7 +33,7 @@ class Bench:
         self.one: Tiny = tiny(settings={**SETTINGS, "up": codec})
         self.replica: Replica = self.one.replica()
         self.store, self.spool = MemoryBlobs(), MemoryBlobs()
-        self.bench = Workbench(self.one.federation, self.replica, self.store, self.spool)
+        self.bench = Workbench(self.replica, self.store, self.spool)
 
     def contribution(self, member: int = 0, **changes: Any) -> Contribution:
         made = contribution(self.one, self.replica.head, member, **changes)
