@@ -1,17 +1,18 @@
 """Brokers killed and started again on real sockets and disks, while clients go on."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ravnest_fed.cluster import Cluster
+from ravnest_fed.cluster import Cluster, free_addresses
 from ravnest_fed.errors import LedgerError
 from ravnest_fed.facts import encode
 from ravnest_fed.federation import Federation
 from ravnest_fed.ledger import Ledger
 from ravnest_fed.verification import prove
-from tests.tiny_federation import cluster_of, found_tiny, said, until
+from tests.tiny_federation import cluster_of, found_tiny, operator, said, until
 
 pytestmark = pytest.mark.processes
 LIMIT = 60.0
@@ -38,6 +39,19 @@ def rounds(cluster: Cluster) -> dict[str, int]:
             return {broker.name: 0}
         reached[broker.name] = ledger.last_round()
         ledger.close()
+    return reached
+
+
+def rounds_of(folder: Path, broker: str) -> int:
+    """The last round in the ledger of a broker, also one that was added later."""
+    try:
+        ledger = Ledger(
+            folder / "brokers" / broker, Federation.load(folder / "federation.toml").fingerprint, create=False
+        )
+    except LedgerError:
+        return 0
+    reached = ledger.last_round()
+    ledger.close()
     return reached
 
 
@@ -141,3 +155,37 @@ def test_a_rolling_restart_of_all_brokers_costs_no_round_and_no_client(cluster: 
     common = min(rounds(cluster).values())
     assert len({encode(commits(cluster, name, common)) for name in cluster.brokers}) == 1
     assert not any(said(node, "contribution not counted") for node in cluster.clients.values())
+
+
+def test_a_broker_whose_disk_is_lost_is_replaced_and_clients_find_the_new_one(tmp_path: Path) -> None:
+    founded = found_tiny(tmp_path, brokers=3, clients=2, grace_seconds=0.5, checkpoint_every=4, keep=1)
+    folder = founded.folder
+    with cluster_of(founded) as cluster:
+        cluster.start()
+        until(lambda: min(rounds(cluster).values()) >= 2, "rounds are committed", LIMIT)
+        cluster.kill("b3")
+        shutil.rmtree(folder / "brokers" / "b3")
+        done = operator("roster", "remove", folder, "b3", "--wait", LIMIT)
+        assert done.exit_code == 0 and "in force from round" in done.output, done.output
+        (address,) = free_addresses(1)
+        place = f"127.0.0.1:{address.client_port}:{address.peer_port}"
+        done = operator("roster", "add", folder, place, "--name", "b4", "--wait", LIMIT)
+        assert done.exit_code == 0, done.output
+        node = cluster.start_broker("b4")
+        until(lambda: said(node, "round committed") or said(node, "checkpoint taken up"), "b4 follows", LIMIT)
+        # With one of the old ones gone, the new one's vote is needed.
+        cluster.kill("b1")
+        before = rounds_of(folder, "b2")
+        until(lambda: rounds_of(folder, "b4") >= before + 4, "b2 and b4 are a majority", LIMIT)
+        until(
+            lambda: all(said(cluster.clients[name], "brokers changed") for name in ("c1", "c2")), "clients know", LIMIT
+        )
+        cluster.kill("c1")
+        cluster.start_client("c1")
+        goal = rounds_of(folder, "b4") + 3
+        until(lambda: rounds_of(folder, "b4") >= goal, "a client that starts again takes part", LIMIT)
+        shown = operator("roster", "show", folder)
+        assert shown.exit_code == 0 and "b4" in shown.output and "b3" not in shown.output, shown.output
+    for name in ("b2", "b4"):
+        proven = prove(folder / "brokers" / name).replica
+        assert [broker.name for broker in proven.federation.brokers] == ["b1", "b2", "b4"]

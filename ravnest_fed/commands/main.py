@@ -6,6 +6,7 @@ from ravnest_fed.commands.demo import demo
 from ravnest_fed.commands.export import export
 from ravnest_fed.commands.init import init
 from ravnest_fed.commands.recover import recover
+from ravnest_fed.commands.roster import roster
 from ravnest_fed.commands.status import status
 from ravnest_fed.commands.verify import verify
 
@@ -16,7 +17,7 @@ def cli() -> None:
     """Train one PyTorch model together on machines you own: several brokers, no master."""
 
 
-for command in (init, demo, status, export, verify, recover):
+for command in (init, demo, status, export, verify, roster, recover):
     cli.add_command(command)
 
 

@@ -18,6 +18,7 @@ from ravnest_fed.founding import OPERATOR_KEY
 from ravnest_fed.identity import Identity
 from ravnest_fed.messages import Status
 from ravnest_fed.net.asking import Asker
+from ravnest_fed.roster import load_changes, with_changes
 
 ANSWER_SECONDS = 5.0
 
@@ -28,7 +29,7 @@ ANSWER_SECONDS = 5.0
 @failing_cleanly
 def status(folder: Path, debug: bool) -> None:
     """Ask every broker of the federation in FOLDER, with the operator's key that lies there."""
-    federation = Federation.load(folder / FILE_NAME)
+    federation = with_changes(Federation.load(folder / FILE_NAME), load_changes(folder))
     operator = Identity.load(folder / OPERATOR_KEY)
     answers = asyncio.run(_ask(federation, operator))
     forked = f", fork of {federation.federation.forked_from}" if federation.federation.forked_from else ""

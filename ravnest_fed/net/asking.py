@@ -9,7 +9,16 @@ from ravnest_fed.errors import RemoteProtocolError
 from ravnest_fed.facts import encode
 from ravnest_fed.federation import Federation
 from ravnest_fed.identity import Identity
-from ravnest_fed.messages import PROTOCOL_VERSION, Hello, Refused, Status, StatusRequest, Welcome, decode_to_client
+from ravnest_fed.messages import (
+    PROTOCOL_VERSION,
+    ChangeNotice,
+    Hello,
+    Refused,
+    Status,
+    StatusRequest,
+    Welcome,
+    decode_to_client,
+)
 from ravnest_fed.net.sockets import Line, make_context
 
 REFUSALS = {
@@ -69,6 +78,11 @@ class Asker:
             self._stirred.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stirred.wait(), left)
+
+    def tell(self, message: ChangeNotice) -> None:
+        """Say something to every broker that answers."""
+        for name in self._welcomed:
+            self._lines[name].send(encode(message))
 
     def _changed(self, name: str, state: str) -> None:
         if state == "up":
