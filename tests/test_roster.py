@@ -23,7 +23,7 @@ def entry(name: str, address: str = "") -> BrokerEntry:
 
 
 def change(
-    federation: Federation,
+    of: Federation,
     action: str,
     broker: BrokerEntry,
     number: int = 1,
