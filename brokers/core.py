@@ -48,6 +48,7 @@ from brokers.events import (
 from brokers.intake import Intake
 from brokers.orders import WorkOrders
 from brokers.pace import Pace
+from brokers.room import Room
 from brokers.round import OpenRound
 from brokers.sessions import Session, Sessions
 from ravnest_fed.decree import evaluation_of
@@ -92,8 +93,6 @@ STARTING_SECONDS = 3.0
 DRAIN_SECONDS = 10.0
 """How long a broker that is to stop stays at the most, until others hold what was handed in here."""
 STOPPING = "this broker stops"
-LEAST_RESERVE = 2**25
-"""Bytes that stay free on the disk of even the smallest model's broker."""
 MAX_EARLY = 4096
 """Most messages about the next round that are kept until this broker gets there."""
 
@@ -136,9 +135,7 @@ class BrokerCore:
         self._drained_by: float | None = None
         self._stopped = False
         self._change: Signed | None = None
-        self._room = True
-        # A checkpoint, a few rounds' updates and what was admitted, beside what the database needs.
-        self._reserve = LEAST_RESERVE + 8 * 4 * federation.schema.vector_size
+        self._room = Room(federation.schema.vector_size)
         self._late: set[str] = set()
         self._before_began: float | None = None
         self._greeted_at = now
@@ -202,13 +199,13 @@ class BrokerCore:
             case Drain():
                 effects = self._drain(now)
             case Tick(wall, free):
-                effects = self._look_for_room(free) + self._tick(wall, now)
+                effects = self._room.look(free) + self._tick(wall, now)
         effects += self._settle(now)
         return effects + self._stop_when_drained(now)
 
     def waiting(self, now: float) -> Readiness:
         """What the open round waits for."""
-        if self._room:
+        if self._room.left:
             return self.round.readiness(now)
         return Readiness(False, None, "disk is full: takes no contributions")
 
@@ -302,7 +299,7 @@ class BrokerCore:
                 return [*self._ask_for_commits(session, False, server_round), *self._order(known, now)]
             case CommitsRequest(server_round=server_round):
                 return self._ask_for_commits(session, False, server_round)
-            case Offer() if not self._room:
+            case Offer() if not self._room.left:
                 manifest_hash = signed_hash(message.manifest)
                 text = "this broker's disk is full; other brokers may have room"
                 return [SendClient(session, Refused(Reason.NO_ROOM, text, manifest_hash))]
@@ -510,7 +507,7 @@ class BrokerCore:
             effects.append(Stop())
         return effects
 
-    # --- stopping, and a full disk -----------------------------------------------------------------------------------
+    # --- stopping --------------------------------------------------------------------------------------------------
 
     def _lose_peer(self, node_id: str, now: float) -> list[Effect]:
         self._peers.discard(node_id)
@@ -538,18 +535,6 @@ class BrokerCore:
             return []
         self._stopped = True
         return [*self._to_peers(Goodbye(STOPPING)), Stop()]
-
-    def _look_for_room(self, free: int | None) -> list[Effect]:
-        """Admit nothing while the disk has no room for the rounds to come; what was admitted still becomes commits."""
-        if free is None:
-            return []
-        room = free >= (self._reserve if self._room else 2 * self._reserve)
-        if room == self._room:
-            return []
-        self._room = room
-        if room:
-            return [Say("disk has room again", {"free": free})]
-        return [Say("disk is full: no contributions are taken", {"free": free, "wanted": self._reserve}, warning=True)]
 
     # --- time --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from brokers import events as ev
-from brokers.core import DRAIN_SECONDS, LEAST_RESERVE
+from brokers.core import DRAIN_SECONDS
+from brokers.room import LEAST_RESERVE
 from ravnest_fed.ledger import is_full
 from ravnest_fed.messages import Announcement, Goodbye, ReceiptNotice, Refused
 from tests.joined import Joined
@@ -85,9 +86,9 @@ def test_a_broker_without_room_takes_nothing_says_so_and_recovers() -> None:
     assert broker.core.waiting(0.0).waiting == "disk is full: takes no contributions"
     assert any("disk is full" in line for line in broker.said)
     # A little more than before is not enough to begin again: it would stop after the next round.
-    broker.handle(ev.Tick(1.0, broker.core._reserve + 1))
+    broker.handle(ev.Tick(1.0, broker.core._room.reserve + 1))
     assert "full" in broker.core.waiting(1.0).waiting
-    broker.handle(ev.Tick(2.0, 2 * broker.core._reserve))
+    broker.handle(ev.Tick(2.0, 2 * broker.core._room.reserve))
     joined.contribute("c1", "c2")
     joined.pass_time(1.0)
     assert joined.clients["c1"].receipts() == 1 and joined.rounds() == {1}
