@@ -9,6 +9,9 @@ from ravnest_fed.hashing import digest
 from ravnest_fed.head import Head, balanced_owners
 from ravnest_fed.identity import Signed
 
+MAX_INLINE_TOTAL = 2**18
+"""Most bytes of blobs that ride along in one announcement."""
+
 
 @dataclass(frozen=True)
 class Contribution:
@@ -171,3 +174,10 @@ class Contributions:
             if not renamed or not any(shard in held and node in self._live for node, held in by_node.items()):
                 return False
         return True
+
+
+def lightened(shards: tuple[BlobRef, ...]) -> tuple[BlobRef, ...]:
+    """The references without the blobs inside, where these are too many to ride along in one message."""
+    if sum(len(ref.inline) for ref in shards) <= MAX_INLINE_TOTAL:
+        return shards
+    return tuple(ref.bare() for ref in shards)

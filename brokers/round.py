@@ -10,7 +10,7 @@ import msgspec
 
 from brokers import agreement as paxos
 from brokers.closing import Readiness, expected_clients, missing_clients, named, readiness
-from brokers.contributions import Contribution, Contributions
+from brokers.contributions import Contribution, Contributions, lightened
 from brokers.effects import (
     Accumulate,
     Cache,
@@ -69,16 +69,6 @@ from ravnest_fed.roster import roster_with
 
 VIEW_SECONDS = 4.0
 MAX_VIEW_SECONDS = 60.0
-
-
-MAX_INLINE_TOTAL = 2**18
-
-
-def lightened(shards: tuple[BlobRef, ...]) -> tuple[BlobRef, ...]:
-    """The references without the blobs inside, where these are too many to ride along in one message."""
-    if sum(len(ref.inline) for ref in shards) <= MAX_INLINE_TOTAL:
-        return shards
-    return tuple(ref.bare() for ref in shards)
 
 
 class OpenRound:

@@ -53,7 +53,7 @@ class Workbench:
             for shard, ref in zip(self.federation.schema.shards, task.shards, strict=True):
                 payload = self._spool.read(ref.hash)
                 if shard.kind == "parameters":
-                    squares.append(square_sum(up.decode(payload, shard.count)))
+                    squares.append(square_sum(up.entries(payload, shard.count, 0, shard.count).values))
                 elif shard.kind == "counters":
                     decode_counters(payload, shard.count, manifest.local_steps * accumulation)
                 else:

@@ -6,9 +6,10 @@ The order is rendezvous hashing over the client's key, so that clients spread ov
 from collections.abc import Sequence
 
 from clients.events import LineState
-from ravnest_fed.errors import BrokerUnreachable, KeyRefused, RavnestError
+from ravnest_fed.errors import BrokerUnreachable, KeyRefused, RavnestError, RecipeMismatch, WrongFederation
 from ravnest_fed.hashing import digest
 from ravnest_fed.links import Link, LinkBroker
+from ravnest_fed.messages import Reason, Refused
 
 JOIN_SECONDS = 6.0
 PREFERENCE_SECONDS = 0.5
@@ -74,3 +75,14 @@ class Homes:
         if any(state in ("refused", "mismatch") for state in states):
             return KeyRefused(what, "ask the operator for a new link")
         return BrokerUnreachable(what, "check the network, or ask the operator whether the brokers run")
+
+
+def turned_away(broker: str, refused: Refused) -> RavnestError:
+    """The error for a client that `broker` does not let in."""
+    kinds: dict[str, type[RavnestError]] = {
+        Reason.WRONG_RECIPE: RecipeMismatch,
+        Reason.WRONG_FEDERATION: WrongFederation,
+        Reason.UNKNOWN_CLIENT: KeyRefused,
+    }
+    error = kinds.get(refused.reason, RavnestError)
+    return error(f"{broker} turned this client away ({refused.reason})", refused.text[:300])

@@ -15,12 +15,11 @@ import msgspec
 from clients import effects as fx
 from clients import events as ev
 from clients.following import Catching, Following
-from clients.homes import Homes
+from clients.homes import Homes, turned_away
 from clients.leaving import Leaving
 from clients.residual import Standing
 from ravnest_fed.capability import Capability
 from ravnest_fed.errors import (
-    KeyRefused,
     NoDataError,
     RavnestError,
     RecipeError,
@@ -304,15 +303,7 @@ class ClientSession:
         return [fx.Send(self.home, CapabilityNotice(self._capability))]
 
     def _on_turned_away(self, refused: Refused) -> list[fx.Effect]:
-        kinds: dict[str, type[RavnestError]] = {
-            Reason.WRONG_RECIPE: RecipeMismatch,
-            Reason.WRONG_FEDERATION: WrongFederation,
-            Reason.UNKNOWN_CLIENT: KeyRefused,
-        }
-        error = kinds.get(refused.reason, RavnestError)
-        return self._end(
-            refused.reason, error(f"{self.home} turned this client away ({refused.reason})", refused.text[:300])
-        )
+        return self._end(refused.reason, turned_away(str(self.home), refused))
 
     def _on_federation(self, federation: Federation) -> list[fx.Effect]:
         self.federation = federation

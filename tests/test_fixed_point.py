@@ -79,6 +79,17 @@ def test_order_does_not_matter_and_subtraction_is_exact(order: list[int], remove
         assert sums.mean(7).tobytes() == plain.mean(7).tobytes()
 
 
+@pytest.mark.parametrize("weight", [1, 3, 255, 65535, 65536])
+def test_weighing_is_exact_on_both_sides_of_what_float64_holds(weight: int) -> None:
+    values = np.float32([2.0**22, -(2.0**22) - 1, 2.0**21 + 0.5, 3.0, -1.0])
+    for scale_bits in (8, 13, 14, 15, 16, 23):
+        sums = Accumulator(values.size, scale_bits, 46)
+        sums.add(values, weight)
+        exact = [weight * int(Fraction(float(value)) * 2**scale_bits) for value in values]
+        assert sums.sums(0, values.size).tolist() == [float(one) for one in exact]
+        assert sums._sum.tolist() == exact
+
+
 @pytest.mark.parametrize("contributions", [1, 3, 1024, 2**20])
 def test_the_sum_cannot_overflow(contributions: int) -> None:
     most = 2 ** value_bits(contributions)

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest_fed import codecs
+from ravnest_fed.aggregation.fixed_point import Accumulator
 from ravnest_fed.codecs import base
 from ravnest_fed.codecs.float_bits import from_upper_halves, upper_halves
-from ravnest_fed.errors import PayloadError
+from ravnest_fed.errors import LocalProtocolError, PayloadError
 
 BLOCK = 4096
 KEPT = {"topk128": 128, "topk64": 64, "topk40": 40}
@@ -333,3 +334,32 @@ def test_flipped_bits_are_refused_or_decode_to_finite_values(name: str, data: st
         codec.check(bytes(payload), count)
         assert np.isfinite(decoded).all() and decoded.size == count
         assert not np.signbit(decoded[decoded == 0]).any()
+
+
+@pytest.mark.parametrize("name", codecs.names())
+@pytest.mark.parametrize("start", [0, 2 * BLOCK])
+def test_entries_are_the_decoded_values_at_their_places(name: str, start: int) -> None:
+    codec, count = codecs.get(name), 5 * BLOCK + 17
+    payload = codec.encode(noise(count))
+    places, values = codec.entries(payload, count, start, count)
+    assert (places is None) == (name not in KEPT)
+    found = np.zeros(count - start, np.float32)
+    found[slice(None) if places is None else places] = values
+    assert np.array_equal(found, codec.decode(payload, count)[start:])
+    with pytest.raises(LocalProtocolError):
+        codec.entries(payload, count, start + 1, count)
+
+
+@every_topk
+def test_sparse_sums_are_those_of_the_whole_vector(name: str) -> None:
+    codec, count = codecs.get(name), 3 * BLOCK
+    payload = codec.encode(noise(count))
+    sparse, dense = Accumulator(count, 30, 36), Accumulator(count, 30, 36)
+    places, values = codec.entries(payload, count, BLOCK, count)
+    sparse.add(values, 777, BLOCK, places)
+    dense.add(codec.decode_range(payload, count, BLOCK, count), 777, BLOCK)
+    assert dense.sums(0, count).any() and np.array_equal(sparse.sums(0, count), dense.sums(0, count))
+    sparse.subtract(values, 777, BLOCK, places)
+    assert not sparse.sums(0, count).any()
+    with pytest.raises(LocalProtocolError):
+        sparse.add(values, 777, count, places)

@@ -23,6 +23,8 @@ MAX_WEIGHT: Final = 2**WEIGHT_BITS
 """The greatest weight of a contribution."""
 SUM_BITS: Final = 62
 """Bits of the greatest magnitude that a sum may reach."""
+EXACT: Final = 2.0**53
+"""Below this, float64 holds every integer."""
 MIN_SCALE_BITS: Final = -128
 MAX_SCALE_BITS: Final = 126
 """Bounds of S. With the least one every finite float32 is in range, whatever number of contributions is allowed."""
@@ -53,18 +55,23 @@ def quantise(values: Float32, scale_bits: int, limit_bits: int = SUM_BITS) -> In
     Raises OutOfRange unless every value is finite and |value| * 2^scale_bits < 2^limit_bits.
     """
     require_in_range(values, scale_bits, limit_bits)
+    return _rounded(values, scale_bits).astype(np.int64)
+
+
+def _rounded(values: Float32, scale_bits: int) -> Float64:
     scaled = values.astype(np.float64)
     scaled *= np.float64(math.ldexp(1.0, scale_bits))
     np.rint(scaled, out=scaled)
-    return scaled.astype(np.int64)
+    return scaled
 
 
-def require_in_range(values: Float32, scale_bits: int, limit_bits: int) -> None:
-    """Raise OutOfRange unless `quantise` can take these values."""
+def require_in_range(values: Float32, scale_bits: int, limit_bits: int) -> float:
+    """The greatest magnitude; raise OutOfRange unless `quantise` can take these values."""
     greatest = greatest_magnitude(values)
     limit = math.ldexp(1.0, limit_bits - scale_bits)
     if not greatest < limit:
         raise OutOfRange(f"a value of magnitude {greatest:.3g} is past the fixed point's reach of {limit:.3g}")
+    return greatest
 
 
 class Accumulator:
@@ -84,13 +91,18 @@ class Accumulator:
         """How many values are summed."""
         return self._sum.size
 
-    def add(self, values: Float32, weight: int, start: int = 0) -> None:
-        """Add weight * values to the sums from `start` on. Raises OutOfRange before anything is added."""
-        self._sum[start : start + values.size] += self._weighted(values, weight, start)
+    def add(self, values: Float32, weight: int, start: int = 0, places: Int64 | None = None) -> None:
+        """Add weight * values to the sums from `start` on. Raises OutOfRange before anything is added.
 
-    def subtract(self, values: Float32, weight: int, start: int = 0) -> None:
+        With `places`, each value belongs that far behind `start`; they are in order, and none stands there twice.
+        """
+        weighted = self._weighted(values, weight, start, places)
+        self._sum[_indices(values, start, places)] += weighted
+
+    def subtract(self, values: Float32, weight: int, start: int = 0, places: Int64 | None = None) -> None:
         """Take back exactly what `add` added for the same arguments."""
-        self._sum[start : start + values.size] -= self._weighted(values, weight, start)
+        weighted = self._weighted(values, weight, start, places)
+        self._sum[_indices(values, start, places)] -= weighted
 
     def mean(self, total_weight: int) -> Float32:
         """float32(float64(sum) / float64(total_weight) / 2^S) of every value; magnitudes of at most 2^-126 become +0.
@@ -107,10 +119,17 @@ class Accumulator:
         """The sums `start` to `stop` on the fixed point's scale, each rounded to float64."""
         return self._sum[start:stop].astype(np.float64)
 
-    def _weighted(self, values: Float32, weight: int, start: int) -> Int64:
-        if not 0 <= weight <= MAX_WEIGHT or not 0 <= start <= start + values.size <= self.count:
+    def _weighted(self, values: Float32, weight: int, start: int, places: Int64 | None) -> Int64:
+        stop = start + (values.size if places is None else int(places[-1]) + 1 if places.size else 0)
+        if not 0 <= weight <= MAX_WEIGHT or not 0 <= start <= stop <= self.count:
             raise LocalProtocolError(f"{values.size} values at {start} with weight {weight} miss {self.count} sums")
-        weighted = quantise(values, self.scale_bits, self.limit_bits)
+        greatest = require_in_range(values, self.scale_bits, self.limit_bits)
+        rounded = _rounded(values, self.scale_bits)
+        if (math.ldexp(greatest, self.scale_bits) + 1.0) * weight < EXACT:
+            # Below 2^53 a product of integers is exact in float64 too, and much faster there.
+            rounded *= np.float64(weight)
+            return rounded.astype(np.int64)
+        weighted = rounded.astype(np.int64)
         weighted *= np.int64(weight)
         return weighted
 
@@ -130,19 +149,19 @@ class SplitAccumulator:
         """How many values are summed."""
         return self._whole.count
 
-    def add(self, values: Float32, weight: int, start: int = 0) -> None:
+    def add(self, values: Float32, weight: int, start: int = 0, places: Int64 | None = None) -> None:
         """Add weight * values to the sums from `start` on. Raises OutOfRange before anything is added."""
         require_in_range(values, 0, self._whole.limit_bits)
         whole = np.trunc(values)
-        self._whole.add(whole, weight, start)
-        self._fraction.add(values - whole, weight, start)
+        self._whole.add(whole, weight, start, places)
+        self._fraction.add(values - whole, weight, start, places)
 
-    def subtract(self, values: Float32, weight: int, start: int = 0) -> None:
+    def subtract(self, values: Float32, weight: int, start: int = 0, places: Int64 | None = None) -> None:
         """Take back exactly what `add` added for the same arguments."""
         require_in_range(values, 0, self._whole.limit_bits)
         whole = np.trunc(values)
-        self._whole.subtract(whole, weight, start)
-        self._fraction.subtract(values - whole, weight, start)
+        self._whole.subtract(whole, weight, start, places)
+        self._fraction.subtract(values - whole, weight, start, places)
 
     def mean(self, total_weight: int) -> Float32:
         """The mean of every value in float32, by a fixed order of float64 operations; tiny ones become +0."""
@@ -153,6 +172,10 @@ class SplitAccumulator:
             exact += self._whole.sums(start, stop)
             means[start:stop] = _divide(exact, total_weight, 0)
         return means
+
+
+def _indices(values: Float32, start: int, places: Int64 | None) -> slice | Int64:
+    return slice(start, start + values.size) if places is None else places + start
 
 
 def _divide(exact: Float64, total_weight: int, scale_bits: int) -> Float32:

@@ -77,9 +77,9 @@ class ShardAccumulator:
         else:
             done = 0
             try:
-                for start, stop in slices(self.count):
-                    values = self._codec_up.decode_range(payload, self.count, start, stop)
-                    self._sums.add(values, self._factor(weight), start)
+                for start, stop in slices(self.count, self._codec_up.step):
+                    places, values = self._codec_up.entries(payload, self.count, start, stop)
+                    self._sums.add(values, self._factor(weight), start, places)
                     done = stop
             except PayloadError:
                 self._take_back(payload, weight, done)
@@ -143,9 +143,9 @@ class ShardAccumulator:
 
     def _take_back(self, payload: Buffer, weight: Weight, end: int) -> None:
         if self._sums is not None:
-            for start, stop in slices(end):
-                values = self._codec_up.decode_range(payload, self.count, start, stop)
-                self._sums.subtract(values, self._factor(weight), start)
+            for start, stop in slices(end, self._codec_up.step):
+                places, values = self._codec_up.entries(payload, self.count, start, stop)
+                self._sums.subtract(values, self._factor(weight), start, places)
 
 
 def reduce_shard(

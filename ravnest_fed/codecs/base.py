@@ -7,7 +7,7 @@ comes from outside: its length is checked before anything is allocated, every va
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ravnest_fed.codecs.float_bits import all_finite
 from ravnest_fed.errors import LocalProtocolError, PayloadError
 from ravnest_fed.hashing import Buffer
-from ravnest_fed.parameters import BLOCK, Float32
+from ravnest_fed.parameters import BLOCK, Float32, Int64
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -27,10 +27,17 @@ SLICE: Final = 8 * BLOCK
 """Values that are worked on at once: their float32 and int64 forms fit a core's cache together."""
 
 
-def slices(count: int) -> Iterator[tuple[int, int]]:
-    """The ranges (start, stop) that cover `count` values, each at most `SLICE` long and starting at a whole block."""
-    for start in range(0, count, SLICE):
-        yield start, min(start + SLICE, count)
+def slices(count: int, step: int = SLICE) -> Iterator[tuple[int, int]]:
+    """The ranges (start, stop) that cover `count` values, each at most `step` long and starting at a whole block."""
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
+
+
+class Entries(NamedTuple):
+    """Decoded values, float32, and their places in the range asked for; None: all of it, in order."""
+
+    places: Int64 | None
+    values: Float32
 
 
 def write_header(codec_id: int, count: int) -> Bytes:
@@ -75,6 +82,9 @@ class Codec(ABC):
     warmup_rounds: ClassVar[int] = 0
     """In how many first rounds, unless a federation says otherwise, contributions travel in a denser codec."""
 
+    step: ClassVar[int] = SLICE
+    """Values that one call of `_encode_slice`, `_check_slice` or `_decode_slice` gets at most: whole blocks."""
+
     def encoded_size(self, count: int) -> int:
         """Bytes of a payload of `count` values, header included. A codec of variable size gives its upper bound."""
         return HEADER.size + self._body_size(count)
@@ -86,7 +96,7 @@ class Codec(ABC):
         header = write_header(self.codec_id, count)
         payload = np.empty(self.encoded_size(count), np.uint8)
         payload[: HEADER.size] = header
-        for start, stop in slices(count):
+        for start, stop in slices(count, self.step):
             values = np.ascontiguousarray(vector[start:stop])
             if not all_finite(values):
                 raise PayloadError(
@@ -112,21 +122,24 @@ class Codec(ABC):
         not fit.
         """
         body = self._open(payload, count)
-        if not 0 <= start <= stop <= count or any(edge % BLOCK and edge != count for edge in (start, stop)):
-            raise LocalProtocolError(f"the range {start} to {stop} of {count} values is not one of whole blocks")
+        require_range(count, start, stop)
         if out is None:
             out = np.empty(stop - start, np.float32)
         _require_vector(out)
         if out.size != stop - start or not out.flags.c_contiguous:
             raise LocalProtocolError(f"{stop - start} values do not go into an array of {out.size}")
-        for first, last in slices(stop - start):
+        for first, last in slices(stop - start, self.step):
             self._decode_slice(body, count, start + first, start + last, out[first:last])
         return out
+
+    def entries(self, payload: Buffer, count: int, start: int, stop: int) -> Entries:
+        """Like `decode_range`, but of a sparse codec only the values that it kept; every other one is zero."""
+        return Entries(None, self.decode_range(payload, count, start, stop))
 
     def check(self, payload: Buffer, count: int) -> None:
         """Raise PayloadError unless `decode` would succeed; decodes nothing and allocates one slice at most."""
         body = self._open(payload, count)
-        for start, stop in slices(count):
+        for start, stop in slices(count, self.step):
             self._check_slice(body, count, start, stop)
 
     def _open(self, payload: Buffer, count: int) -> Bytes:
@@ -147,6 +160,12 @@ class Codec(ABC):
     @abstractmethod
     def _decode_slice(self, body: Bytes, count: int, start: int, stop: int, out: Float32) -> None:
         """Fill `out` with the values `start` to `stop`; raise PayloadError if they are out of bounds."""
+
+
+def require_range(count: int, start: int, stop: int) -> None:
+    """Raise LocalProtocolError unless `start` to `stop` is a range of whole blocks of `count` values."""
+    if not 0 <= start <= stop <= count or any(edge % BLOCK and edge != count for edge in (start, stop)):
+        raise LocalProtocolError(f"the range {start} to {stop} of {count} values is not one of whole blocks")
 
 
 def _require_vector(vector: Float32) -> None:

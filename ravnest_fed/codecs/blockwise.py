@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ravnest_fed.codecs.base import Bytes, Codec
-from ravnest_fed.codecs.float_bits import LEAST_NORMAL, from_upper_halves, upper_halves
+from ravnest_fed.codecs.float_bits import LEAST_NORMAL, MAGNITUDE, from_upper_halves, upper_halves
 from ravnest_fed.errors import PayloadError
 from ravnest_fed.parameters import Float32
 
@@ -59,18 +59,17 @@ class Blockwise(Codec):
 
     def _encode_slice(self, values: Float32, body: Bytes, count: int, start: int) -> None:
         stop = start + values.size
-        scales = np.empty(-(-values.size // self.block), np.float32)
+        greatest = np.maximum.reduceat(values.view(np.int32) & MAGNITUDE, np.arange(0, values.size, self.block))
+        scales = self._storable(greatest.view(np.float32) / np.float32(self.greatest))
+        scales[scales.view(np.int32) <= LEAST_NORMAL] = 0
+        self._stored_scales(body, start, stop)[:] = scales.view(np.uint32) >> np.uint32(32 - 8 * self.scale_bytes)
+        # Divided by infinity, a block without a scale has the codes 0.
+        scales[scales == 0] = np.inf
         codes = np.empty(values.size, np.int8)
         for blocks, rows, code_rows in self._rows(values, codes):
-            scale = self._storable(np.abs(rows).max(axis=1) / np.float32(self.greatest))
-            scale[scale.view(np.int32) <= LEAST_NORMAL] = 0
-            scales[blocks] = scale
-            # Divided by infinity, a block without a scale has the codes 0.
-            scale[scale == 0] = np.inf
-            ratio = rows / scale[:, None]
+            ratio = rows / scales[blocks, None]
             np.rint(ratio, out=ratio)
             np.copyto(code_rows, ratio, casting="unsafe")
-        self._stored_scales(body, start, stop)[:] = scales.view(np.uint32) >> np.uint32(32 - 8 * self.scale_bytes)
         self._pack(codes, self._packed_of(body, count, start, stop))
 
     def _storable(self, scale: Float32) -> Float32:
@@ -154,17 +153,20 @@ class Int4(Blockwise):
     scale_bytes = 2
 
     def _pack(self, codes: Int8Array, packed: Bytes) -> None:
-        nibbles = codes.view(np.uint8) & np.uint8(15)
         pairs = codes.size // 2
-        packed[:pairs] = nibbles[: 2 * pairs : 2] | nibbles[1 : 2 * pairs : 2] << np.uint8(4)
+        nibbles = codes[: 2 * pairs].view("<u2") & np.uint16(0x0F0F)
+        np.copyto(packed[:pairs], nibbles | nibbles >> np.uint16(4), casting="unsafe")
         if codes.size % 2:
-            packed[pairs] = nibbles[-1]
+            packed[pairs] = codes[-1] & 15
 
     def _unpack(self, packed: Bytes, count: int) -> Int8Array:
-        codes = np.empty(2 * packed.size, np.int8)
-        # Shifting a signed byte to the right carries its sign along.
-        np.right_shift((packed << np.uint8(4)).view(np.int8), np.int8(4), out=codes[::2])
-        np.right_shift(packed.view(np.int8), np.int8(4), out=codes[1::2])
+        pairs = packed.astype("<u2")
+        pairs |= pairs << np.uint16(4)
+        pairs &= np.uint16(0x0F0F)
+        # Of four bits, the highest counts -8 and not 8.
+        codes = pairs.view(np.int8)
+        codes ^= np.int8(8)
+        codes -= np.int8(8)
         if count % 2 and codes[-1]:
             raise PayloadError(f"the bits after the last of {count} codes are not zero")
         return codes[:count]

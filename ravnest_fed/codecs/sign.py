@@ -6,7 +6,6 @@ its sign times the mean magnitude of its block. Only error feedback makes it con
 The body holds the scales of all blocks, then one bit a value.
 """
 
-from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -73,19 +72,18 @@ class Sign(Codec):
     def _decode_slice(self, body: Bytes, count: int, start: int, stop: int, out: Float32) -> None:
         self._check_slice(body, count, start, stop)
         scales = from_upper_halves(self._halves_of(body, start, stop))
-        signs = self._signs[self._bits_of(body, count, start, stop)].reshape(-1)[: out.size]
+        negative = np.unpackbits(self._bits_of(body, count, start, stop), count=out.size, bitorder="little")
+        signs = negative.astype(np.uint32)
+        signs <<= np.uint32(31)
+        bits, scale_bits = out.view(np.uint32), scales.view(np.uint32)
         whole = out.size - out.size % BLOCK
-        np.multiply(
-            signs[:whole].reshape(-1, BLOCK), scales[: whole // BLOCK, None], out=out[:whole].reshape(-1, BLOCK)
+        np.bitwise_or(
+            signs[:whole].reshape(-1, BLOCK),
+            scale_bits[: whole // BLOCK, None],
+            out=bits[:whole].reshape(-1, BLOCK),
         )
         if whole < out.size:
-            np.multiply(signs[whole:], scales[-1], out=out[whole:])
-
-    @cached_property
-    def _signs(self) -> Float32:
-        """The eight signs, 1 or -1, of every byte."""
-        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        return np.float32(1) - np.float32(2) * bits.astype(np.float32)
+            np.bitwise_or(signs[whole:], scale_bits[-1], out=bits[whole:])
 
 
 def _mean_magnitudes(values: Float32, blocks: int) -> Float32:

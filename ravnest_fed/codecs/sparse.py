@@ -20,7 +20,7 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ravnest_fed.codecs.base import Bytes, Codec
+from ravnest_fed.codecs.base import SLICE, Bytes, Codec, Entries, require_range, slices
 from ravnest_fed.codecs.float_bits import (
     GREATEST_HALF,
     LEAST_HALF,
@@ -30,19 +30,13 @@ from ravnest_fed.codecs.float_bits import (
     upper_halves,
 )
 from ravnest_fed.errors import PayloadError
+from ravnest_fed.hashing import Buffer
 from ravnest_fed.parameters import BLOCK, Float32, Int64
 
 Bools = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
 
 LEVEL_BYTES: Final = 4
-
-
-class Entries(NamedTuple):
-    """The values that a slice keeps: their places in it, in order, and what they are."""
-
-    places: Int64
-    values: Float32
 
 
 class _Kept(NamedTuple):
@@ -59,6 +53,7 @@ class TopK(Codec):
 
     feedback_decay = 0.95
     warmup_rounds = 3
+    step = 8 * SLICE
     kept: ClassVar[int]
     """k: values kept of a block, at most."""
     low_bits: ClassVar[int]
@@ -114,6 +109,14 @@ class TopK(Codec):
 
     def _choose(self, rows: Float32) -> _Kept:
         """The k greatest magnitudes above 2^-126 of each row, ties to the lower index."""
+        parts = [self._places(rows[start // BLOCK : stop // BLOCK]) for start, stop in slices(rows.size)]
+        counts = np.concatenate([part_counts for _, part_counts in parts])
+        places = np.concatenate([part + number * SLICE for number, (part, _) in enumerate(parts)])
+        block = places // BLOCK
+        return _Kept(block, _ranks(block, counts), places % BLOCK, counts)
+
+    def _places(self, rows: Float32) -> tuple[Int64, Int64]:
+        """Of a few rows, where the values kept lie in them as one vector, and how many they are by row."""
         magnitudes = rows.view(np.int32) & MAGNITUDE
         threshold = np.partition(magnitudes, BLOCK - self.kept, axis=1)[:, BLOCK - self.kept]
         mask = magnitudes >= np.maximum(threshold, LEAST_NORMAL + np.int32(1))[:, None]
@@ -122,19 +125,22 @@ class TopK(Codec):
             tied = np.flatnonzero(magnitudes[row] == threshold[row])
             mask[row, tied[self.kept - counts[row] :]] = False
             counts[row] = self.kept
-        places = np.flatnonzero(mask)
-        block = places // BLOCK
-        return _Kept(block, _ranks(block, counts), places % BLOCK, counts)
+        return np.flatnonzero(mask), counts
 
     # --- decoding ----------------------------------------------------------------------------------------------------
+
+    def entries(self, payload: Buffer, count: int, start: int, stop: int) -> Entries:
+        body = self._open(payload, count)
+        require_range(count, start, stop)
+        return self._entries(body, start, stop)
 
     def _check_slice(self, body: Bytes, count: int, start: int, stop: int) -> None:
         self._entries(body, start, stop)
 
     def _decode_slice(self, body: Bytes, count: int, start: int, stop: int, out: Float32) -> None:
-        entries = self._entries(body, start, stop)
+        places, values = self._entries(body, start, stop)
         out[:] = 0
-        out[entries.places] = entries.values
+        out[places] = values
 
     def _entries(self, body: Bytes, start: int, stop: int) -> Entries:
         """What is kept of the values `start` to `stop`. Raises PayloadError for anything that is not well-formed."""
