@@ -286,8 +286,12 @@ class BrokerCore:
         known = self.sessions.by_session.get(session)
         if known is None:
             return [SendClient(session, Goodbye("say hello first"))]
+        if known.guest and isinstance(message, Ready | Offer):
+            # A greeting as a guest that came late, or twice, does not outweigh what only a home is told.
+            self.sessions.come_home(known)
+            return self._presence_changed(now) + self._on_client(session, curve_key, message, now)
         if known.guest and not isinstance(message, Goodbye):
-            return []  # it follows, trains and hands in at its home
+            return []
         match message:
             case ChangeNotice(change=signed) if known.operator:
                 effects, wrong = self._take_change(signed)

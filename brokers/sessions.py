@@ -63,9 +63,14 @@ class Sessions:
             self.lose(session)  # a home that its client has left for another
         self.by_session[session] = made
         if not operator and not hello.guest:
-            self.by_node[hello.node_id] = made
-            self._away.discard(hello.node_id)
+            self.come_home(made)
         return made
+
+    def come_home(self, session: Session) -> None:
+        """This broker is the client's home from now on."""
+        session.guest = False
+        self.by_node[session.node_id] = session
+        self._away.discard(session.node_id)
 
     def lose(self, session: str) -> bool:
         """A session ended; whether a client went with it."""

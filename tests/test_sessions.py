@@ -176,3 +176,11 @@ def test_a_guest_that_comes_home_and_a_home_that_becomes_a_guests_are_told_apart
     assert sessions.live() == ids(one, 0)
     sessions.greet("s1", who.curve_public.hex(), hello(one, who, guest=True))
     assert not sessions.live() and sessions.by_session["s1"].guest
+
+
+def test_a_guest_that_speaks_as_at_home_is_at_home(sessions: Sessions, one: Tiny) -> None:
+    who = one.members[0]
+    guest = sessions.greet("s1", who.curve_public.hex(), hello(one, who, guest=True))
+    assert isinstance(guest, Session)
+    sessions.come_home(guest)
+    assert sessions.live() == ids(one, 0) and not guest.guest
