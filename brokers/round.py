@@ -309,8 +309,9 @@ class OpenRound:
             rounds.target_contributions,
             len(self.federation.members),
         )
-        since = now if self._minimum_since is None else self._minimum_since
-        at = self._pace.close_at(self.started, since, self.contributions.longest_training())
+        if self._minimum_since is None:
+            return readiness(rounds, arrived, expected, (), now, now)
+        at = self._pace.close_at(self.started, self._minimum_since, self.contributions.longest_training())
         return readiness(rounds, arrived, expected, self.missing(), at, now)
 
     def missing(self) -> list[str]:
