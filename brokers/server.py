@@ -90,7 +90,7 @@ class BrokerServer:
             self.federation = self.replica.federation
         if self.identity.node_id not in self.federation.broker_by_id:
             raise UsageError(
-                f"the key in {folder} belongs to no broker of the roster", "it was removed: make a new folder"
+                f"the key in {folder} belongs to no broker of {FILE_NAME} or its roster", "copy the whole broker folder"
             )
         self.entry = self.federation.broker_by_id[self.identity.node_id]
         self.bench = Workbench(self.replica, self.ledger.blobs, self.ledger.spool)
