@@ -11,7 +11,7 @@ from ravnest_fed.hashing import digest
 from ravnest_fed.links import Link, LinkBroker
 from ravnest_fed.messages import Reason, Refused
 
-JOIN_SECONDS = 5.0
+JOIN_SECONDS = 6.0
 PREFERENCE_SECONDS = 0.5
 """How long the preferred broker may take before another one that answers becomes home."""
 
