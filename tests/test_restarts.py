@@ -157,6 +157,7 @@ def test_a_rolling_restart_of_all_brokers_costs_no_round_and_no_client(cluster: 
     assert not any(said(node, "contribution not counted") for node in cluster.clients.values())
 
 
+@pytest.mark.long
 def test_a_broker_whose_disk_is_lost_is_replaced_and_clients_find_the_new_one(tmp_path: Path) -> None:
     founded = found_tiny(tmp_path, brokers=3, clients=2, grace_seconds=0.5, checkpoint_every=4, keep=1)
     folder = founded.folder

@@ -268,6 +268,7 @@ def ended(cluster: Cluster) -> bool:
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_every_process_is_killed_twice_and_the_run_ends_in_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

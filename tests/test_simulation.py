@@ -9,14 +9,14 @@ from tests.simulation.signing import simulated_signatures
 RUNS = 2000
 PARTS = 16
 TELLING = {
-    "promise": 10,
-    "adopt the highest vote": 294,
+    "promise": 95,
+    "adopt the highest vote": 562,
     "fsync before vote": 1,
     "majority": 1,
-    "deduplication": 33,
-    "hash check before vote": 10,
+    "deduplication": 8,
+    "hash check before vote": 21,
     "base check": 18,
-    "refusing to vote on a lost vote store": 362,
+    "refusing to vote on a lost vote store": 102,
 }
 """For each safeguard, a seed whose run breaks without it."""
 
