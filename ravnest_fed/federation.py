@@ -52,7 +52,10 @@ class General(_Table, frozen=True, kw_only=True):
 
 
 class Strategy(_Table, frozen=True, kw_only=True):
-    """How contributions become an update. `clip_factor` times the running median norm bounds a contribution; 0: off."""
+    """How contributions become an update. `clip_factor` times the running median norm bounds a contribution; 0: off.
+
+    `proximal` is FedProx's mu: how strongly local training is held to the base.
+    """
 
     name: Literal["fedavg", "fedavgm"] = "fedavg"
     learning_rate: float = 1.0
@@ -62,6 +65,7 @@ class Strategy(_Table, frozen=True, kw_only=True):
     clip_factor: float = 4.0
     norm_history: int = 64
     max_weight: int = 65536
+    proximal: float = 0.0
 
 
 class Codecs(_Table, frozen=True, kw_only=True):
@@ -384,6 +388,8 @@ def check(federation: Federation, where: str) -> None:
         refuse("strategy.momentum", "is set, but fedavg has none", "use strategy.name = fedavgm")
     if not strategy.clip_factor >= 0 or not 1 <= strategy.norm_history <= 65536:
         refuse("strategy.clip_factor or strategy.norm_history", "is out of range", "see docs/settings.md")
+    if not 0.0 <= strategy.proximal <= 1000.0:
+        refuse("strategy.proximal", f"is {strategy.proximal}", "use 0 (off) to 1000; 0.001 to 1 is usual")
     _check_codecs(federation, refuse)
     if stop.date:
         try:
