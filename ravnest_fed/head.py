@@ -7,6 +7,7 @@ the same commit. Brokers decide with heads alone; the vectors live in `ravnest_f
 from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 
 from ravnest_fed.facts import Body, body_hash, encode
 from ravnest_fed.federation import Federation
@@ -48,7 +49,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Where a replica stands after `server_round`. `commit_hash` of round 0 is the federation's fingerprint.
 
     `scale_bits` is None before anything was recorded: the first round's scale stands in its plan. `norms` and `maxima` are
-    those of the last contributions counted.
+    those of the last contributions counted. `scalars` are those that the outer optimiser stepped with last, each a float32.
     """
 
     server_round: int
@@ -62,9 +63,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     norms: tuple[float, ...]
     maxima: tuple[float, ...]
     last_clients: tuple[str, ...]
+    scalars: tuple[float, ...] = ()
 
-    def after(self, body: Body, raw: bytes, history: int) -> "Head":
-        """The head after `body`, whose bytes are `raw`, was folded; `history` bounds the recorded norms."""
+    def after(self, body: Body, raw: bytes, federation: Federation) -> "Head":
+        """The head after `body`, whose bytes are `raw`, was folded in `federation`."""
+        history = federation.strategy.norm_history
         table = dict(self.counted)
         for counted in body.counted:
             known = table.get(counted.client)
@@ -83,7 +86,12 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             norms=(*self.norms, *(counted.norm for counted in body.counted))[-history:],
             maxima=(*self.maxima, *(counted.max_abs for counted in body.counted))[-history:],
             last_clients=tuple(counted.client for counted in body.counted),
+            scalars=tuple(float(one) for one in self.next_scalars(federation)),
         )
+
+    def next_scalars(self, federation: Federation) -> tuple[np.float32, ...]:
+        """The scalars that the outer optimiser steps with in the round on top of this head."""
+        return federation.outer.scalars(tuple(np.float32(one) for one in self.scalars))
 
     def was_counted(self, client: str, sequence: int) -> bool:
         """Whether a commit counted this sequence of `client`, or must never count it."""
@@ -101,6 +109,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             sorted((client, entry.highest, entry.below) for client, entry in self.counted.items()),
             self.norms,
             self.maxima,
+            self.scalars,
             federation.roster,
             sorted(federation.member_by_id),
         )

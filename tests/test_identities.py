@@ -110,6 +110,19 @@ def test_fedprox_without_its_pull_equals_fedavg_bit_for_bit_and_with_it_does_not
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+@pytest.mark.parametrize("name", ["fedadam", "fedyogi", "fedadagrad"])
+def test_all_brokers_agree_on_an_adaptive_strategy_s_model_and_running_products(name: str) -> None:
+    joined = Joined.started(3, 3, strategy={"name": name, "learning_rate": 0.01, "momentum": 0.5, "beta2": 0.99})
+    rate = np.float32(0.99)
+    before = next(iter(joined.brokers.values())).replica.state.vector.copy()
+    for _ in range(3):
+        joined.contribute()
+    assert len(joined.model_hashes()) == 1
+    assert {head.scalars for head in joined.heads().values()} == {(0.125, float(rate * rate * rate))}
+    moved = np.abs(next(iter(joined.brokers.values())).replica.state.vector - before)
+    assert 0.001 < moved[: 3 * 4096].max() < 0.05
+
+
 def test_momentum_changes_the_model_and_all_brokers_agree_on_it() -> None:
     hashes = set()
     for strategy in ({"name": "fedavg"}, {"name": "fedavgm", "momentum": 0.9, "nesterov": True}):
