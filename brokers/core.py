@@ -431,7 +431,7 @@ class BrokerCore:
         effects: list[Effect] = [SaveCommit(commit, body, seconds), Fold(commit, body), Cache(record)]
         effects += self._consolidation.committed(body)
         self._pace.took(seconds)
-        head = self.head.after(body, commit.body, self.federation.strategy.norm_history)
+        head = self.head.after(body, commit.body, self.federation)
         return effects + self._begin_round(head, ref, now)
 
     def _adopt(self, adopted: Adopted, now: float) -> list[Effect]:

@@ -379,9 +379,7 @@ class ClientRunner:
         if not self._resumed:
             self._resume(order.base_round)
         deadline = time.monotonic() + order.deadline_seconds
-        work = LocalWork(
-            order.base_round + 1, order.micro_batch, order.accumulation, order.local_steps, order.committed_steps
-        )
+        work = LocalWork.ordered(order, self.replica.federation.strategy.proximal)
         try:
             result = self._trainer.local_round(
                 work, self.replica.state, lambda: abandoned.is_set() or time.monotonic() > deadline

@@ -19,6 +19,7 @@ from clients.devices import chosen
 from clients.feed import Feed, Position, feed_of, moved
 from clients.seeding import Seeding
 from ravnest_fed.errors import RavnestError
+from ravnest_fed.facts import WorkOrder
 from ravnest_fed.model_state import delta_between, load_frozen, schema_of, write_state
 from ravnest_fed.parameters import Float32, Int64, ModelState, Schema
 from ravnest_fed.recipe import LoadedRecipe, Partition
@@ -34,13 +35,30 @@ class TrainingDiverged(RavnestError):
 
 @dataclass(frozen=True)
 class LocalWork:
-    """What to train in one round; `committed_steps` is the number of steps of all committed rounds together."""
+    """What to train in one round; `committed_steps` is the number of steps of all committed rounds together.
+
+    `proximal` is FedProx's mu: proximal / 2 * ||parameters - base||^2 is added to the loss of each optimiser step, and
+    0 adds nothing at all. Li et al., "Federated optimization in heterogeneous networks" (2020).
+    """
 
     server_round: int
     micro_batch: int
     accumulation: int
     local_steps: int
     committed_steps: int
+    proximal: float = 0.0
+
+    @classmethod
+    def ordered(cls, order: WorkOrder, proximal: float) -> "LocalWork":
+        """The work that `order` asks for, in a federation whose `strategy.proximal` is `proximal`."""
+        return cls(
+            order.base_round + 1,
+            order.micro_batch,
+            order.accumulation,
+            order.local_steps,
+            order.committed_steps,
+            proximal,
+        )
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,7 @@ class Trainer:
         write_state(self._model, self._schema, base)
         self._model.train()
         parameters = [one for one in self._model.parameters() if one.requires_grad]
+        anchors = [one.detach().clone() for one in parameters] if work.proximal else []
         with self._seeding().seeded("round", work.server_round):
             optimizer = self._loaded.build_optimizer(parameters)
             if self.progress.optimizer_state is not None and self._loaded.recipe.keep_optimizer:
@@ -134,7 +153,7 @@ class Trainer:
                 for _ in range(work.accumulation):
                     batch, count, position = feed.draw(position, work.micro_batch)
                     batches.append((batch, count))
-                loss = self._step(work, step, optimizer, parameters, batches, cancelled)
+                loss = self._step(work, step, optimizer, parameters, anchors, batches, cancelled)
                 drawn = sum(count for _, count in batches)
                 examples += drawn
                 loss_sum += loss * drawn
@@ -166,10 +185,14 @@ class Trainer:
         step: int,
         optimizer: torch.optim.Optimizer,
         parameters: list[torch.nn.Parameter],
+        anchors: list[torch.Tensor],
         batches: list[tuple[Any, int]],
         cancelled: Callable[[], bool],
     ) -> float:
-        """One step of the optimiser over `batches`, each weighted by its examples; returns their mean loss."""
+        """One step of the optimiser over `batches`, each weighted by its examples; returns their mean loss.
+
+        `anchors` are the base's values of `parameters`, or empty without a proximal term, which the loss leaves out.
+        """
         drawn = sum(count for _, count in batches)
         total = torch.zeros((), device=self.device)
         optimizer.zero_grad(set_to_none=True)
@@ -184,6 +207,10 @@ class Trainer:
         mean = float(total)
         if not np.isfinite(mean):
             raise _diverged("loss", work, step + 1)
+        for parameter, anchor in zip(parameters, anchors, strict=bool(anchors)):
+            # A parameter that no batch reached has not left its base either.
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - anchor, alpha=work.proximal)
         if self._loaded.recipe.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._loaded.recipe.max_grad_norm)
         self._loaded.schedule(optimizer, work.committed_steps + step)

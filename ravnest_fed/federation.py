@@ -16,6 +16,7 @@ import msgspec
 import tomli_w
 
 from ravnest_fed import codecs
+from ravnest_fed.aggregation import outer
 from ravnest_fed.errors import FederationFileError
 from ravnest_fed.hashing import digest
 from ravnest_fed.identity import Identity, Signed, node_id_of, verify
@@ -29,6 +30,9 @@ WARMUP_CODEC = "int4"
 """What contributions travel in during warm-up: it costs no loss, and least of the codecs that keep no residual."""
 MAX_FEEDBACK_MOMENTUM = 0.5
 """Residuals are a momentum of their own; with outer momentum above this, training diverged."""
+MAX_ADAPTIVE_RATE = 0.1
+"""An adaptive strategy's round moves each parameter by about its learning rate, whatever the update's size, unless
+epsilon is of that size."""
 MOST_STEPS_FACTOR = 16
 """Where rounds have a target time, the fastest client makes at most so many times `rounds.local_steps` by default."""
 _SIGNATURE_HEADER = "\n[signature]\n"
@@ -56,16 +60,22 @@ class General(_Table, frozen=True, kw_only=True):
 
 
 class Strategy(_Table, frozen=True, kw_only=True):
-    """How contributions become an update. `clip_factor` times the running median norm bounds a contribution; 0: off."""
+    """How contributions become an update. `clip_factor` times the running median norm bounds a contribution; 0: off.
 
-    name: Literal["fedavg", "fedavgm"] = "fedavg"
+    `proximal` is FedProx's mu: how strongly local training is held to the base.
+    """
+
+    name: Literal["fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad"] = "fedavg"
     learning_rate: float = 1.0
     momentum: float = 0.0
     nesterov: bool = False
+    beta2: float = outer.BETA2
+    epsilon: float = outer.EPSILON
     weighting: Literal["examples", "equal"] = "examples"
     clip_factor: float = 4.0
     norm_history: int = 64
     max_weight: int = 65536
+    proximal: float = 0.0
 
 
 class Codecs(_Table, frozen=True, kw_only=True):
@@ -218,6 +228,14 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
         if warmup is None:
             warmup = codecs.get(self.codecs.up).warmup_rounds
         return WARMUP_CODEC if server_round <= warmup else self.codecs.up
+
+    @cached_property
+    def outer(self) -> outer.OuterOptimizer:
+        """What moves the parameters by an update."""
+        chosen = self.strategy
+        return outer.get(
+            chosen.name, chosen.learning_rate, chosen.momentum, chosen.nesterov, chosen.beta2, chosen.epsilon
+        )
 
     @property
     def majority(self) -> int:
@@ -401,8 +419,11 @@ def check(federation: Federation, where: str) -> None:
         refuse("strategy", "has a learning rate or momentum that diverges", "use 0 < learning_rate, momentum < 1")
     if strategy.name == "fedavg" and (strategy.momentum != 0.0 or strategy.nesterov):
         refuse("strategy.momentum", "is set, but fedavg has none", "use strategy.name = fedavgm")
+    _check_adaptive(strategy, refuse)
     if not strategy.clip_factor >= 0 or not 1 <= strategy.norm_history <= 65536:
         refuse("strategy.clip_factor or strategy.norm_history", "is out of range", "see docs/settings.md")
+    if not 0.0 <= strategy.proximal <= 1000.0:
+        refuse("strategy.proximal", f"is {strategy.proximal}", "use 0 (off) to 1000; 0.001 to 1 is usual")
     _check_codecs(federation, refuse)
     if stop.date:
         try:
@@ -422,6 +443,28 @@ def check(federation: Federation, where: str) -> None:
         refuse("stop.rounds", f"is {stop.rounds}", "use 0 for no limit")
     _check_nodes(federation, refuse)
     federation.schema.check()
+
+
+def _check_adaptive(strategy: Strategy, refuse: Any) -> None:
+    adaptive = strategy.name in outer.ADAPTIVE
+    if (not adaptive or strategy.name == "fedadagrad") and strategy.beta2 != outer.BETA2:
+        refuse("strategy.beta2", f"is set, but {strategy.name} has none", "use fedadam or fedyogi, or leave it out")
+    if not adaptive:
+        if strategy.epsilon != outer.EPSILON:
+            refuse("strategy.epsilon", f"is set, but {strategy.name} has none", "use fedadam, or leave it out")
+        return
+    if strategy.nesterov:
+        refuse("strategy.nesterov", f"is set, but {strategy.name} has none", "use fedavgm, or leave it out")
+    if not 0.0 <= strategy.beta2 <= 0.9999:
+        refuse("strategy.beta2", f"is {strategy.beta2}", "use 0 to 0.9999; 0.99 is usual")
+    if not 1e-12 <= strategy.epsilon <= 1.0:
+        refuse("strategy.epsilon", f"is {strategy.epsilon}", "use 1e-12 to 1; 0.001 is usual")
+    if strategy.learning_rate > max(MAX_ADAPTIVE_RATE, 10.0 * strategy.epsilon):
+        refuse(
+            "strategy.learning_rate",
+            f"is {strategy.learning_rate}, which diverges with {strategy.name}: a round moves each parameter by about it",
+            f"use at most {MAX_ADAPTIVE_RATE}, or a greater epsilon; 0.001 to 0.03 is usual",
+        )
 
 
 def _check_codecs(federation: Federation, refuse: Any) -> None:

@@ -7,6 +7,7 @@ the same commit. Brokers decide with heads alone; the vectors live in `ravnest_f
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from ravnest_fed.facts import Body, RosterChange, body_hash, decode, encode
 from ravnest_fed.federation import BrokerEntry, Federation
@@ -50,7 +51,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     `scale_bits` is None before anything was recorded: the first round's scale stands in its plan. `norms` and `maxima` are
     those of the last contributions counted. `brokers` is the roster in force from the next round on, `changes` how it came
-    about: the round that each change stands in, and what the operator signed.
+    about: the round that each change stands in, and what the operator signed. `scalars` are those that the outer
+    optimiser stepped with last, each a float32.
     """
 
     server_round: int
@@ -66,9 +68,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     last_clients: tuple[str, ...]
     brokers: tuple[BrokerEntry, ...] = ()
     changes: tuple[tuple[int, Signed], ...] = ()
+    scalars: tuple[float, ...] = ()
 
-    def after(self, body: Body, raw: bytes, history: int) -> "Head":
-        """The head after `body`, whose bytes are `raw`, was folded; `history` bounds the recorded norms."""
+    def after(self, body: Body, raw: bytes, federation: Federation) -> "Head":
+        """The head after `body`, whose bytes are `raw`, was folded in `federation`."""
+        history = federation.strategy.norm_history
         table = dict(self.counted)
         for counted in body.counted:
             known = table.get(counted.client)
@@ -94,7 +98,12 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             last_clients=tuple(counted.client for counted in body.counted),
             brokers=brokers,
             changes=changes,
+            scalars=tuple(float(one) for one in self.next_scalars(federation)),
         )
+
+    def next_scalars(self, federation: Federation) -> tuple[np.float32, ...]:
+        """The scalars that the outer optimiser steps with in the round on top of this head."""
+        return federation.outer.scalars(tuple(np.float32(one) for one in self.scalars))
 
     def was_counted(self, client: str, sequence: int) -> bool:
         """Whether a commit counted this sequence of `client`, or must never count it."""
@@ -114,6 +123,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             self.maxima,
             self.brokers,
             self.changes,
+            self.scalars,
             sorted(federation.member_by_id),
         )
         return digest("head", encode(facts))

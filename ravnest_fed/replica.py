@@ -63,8 +63,7 @@ class Replica:
         self.federation = federation.founding
         self.schema = federation.schema
         self.state = initial
-        strategy = federation.strategy
-        self._outer = outer.get(strategy.name, strategy.learning_rate, strategy.momentum, strategy.nesterov)
+        self._outer = federation.outer
         size = self.schema.parameter_stop
         self.outer_state = {name: np.zeros(size, np.float32) for name in self._outer.state_names()}
         self._minima = self._buffer_minima()
@@ -108,7 +107,7 @@ class Replica:
                 f"folding round {body.server_round} gave another state than a majority committed",
                 "this replica is damaged: start it again so that it is built anew from its ledger",
             )
-        self._move_to(self.head.after(body, raw, self.federation.strategy.norm_history))
+        self._move_to(self.head.after(body, raw, self.federation))
 
     def _move_to(self, head: Head) -> None:
         self.head = head
@@ -121,7 +120,7 @@ class Replica:
             values, vectors = self._folded(shard, read_update(shard.index), keep)
             leaves.append(_leaf(values))
             outer_leaves += [_leaf(vector) for vector in vectors]
-        return self._combined(leaves, outer_leaves, self.head.after(body, raw, self.federation.strategy.norm_history))
+        return self._combined(leaves, outer_leaves, self.head.after(body, raw, self.federation))
 
     def _combined(self, leaves: list[bytes], outer_leaves: list[bytes], after: Head) -> FoldedHashes:
         model = merkle_root("model", leaves)
@@ -146,7 +145,7 @@ class Replica:
         vectors = [vector[shard.start : shard.stop] for vector in self.outer_state.values()]
         if not keep:
             vectors = [vector.copy() for vector in vectors]
-        self._outer.step(values, update, tuple(vectors))
+        self._outer.step(values, update, tuple(vectors), self.head.next_scalars(self.federation))
         self._clear_padding(shard, values, *vectors)
         if not np.isfinite(values).all():
             raise PayloadError(f"the update of shard {shard.index} makes parameters that are not finite")

@@ -22,6 +22,7 @@ from ravnest_fed.errors import LedgerError, LocalProtocolError, PayloadError, Us
 
 VECTORS = Path(__file__).parent / "vectors"
 MAKE = runpy.run_path(str(VECTORS / "make.py"))
+ADAPTIVE = tuple(outer.ADAPTIVE)
 COUNT = SLICE + 4096
 FP32, INT8 = codecs.get("fp32"), codecs.get("int8")
 WEIGHTS = {bytes([i]): Weight(100 * i, 70 * i + 1000) for i in range(6)}
@@ -166,15 +167,71 @@ def test_fedavgm_follows_torch_s_sgd(nesterov: bool) -> None:
     np.testing.assert_allclose(parameters, theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedavgm"])
+def adapted(name: str, updates: list[np.ndarray], rate: float, momentum: float, beta2: float) -> np.ndarray:
+    """Parameters from noise(0) on, after these updates."""
+    optimizer = outer.get(name, rate, momentum, beta2=beta2)
+    parameters = noise(0, updates[0].size)
+    state = tuple(np.zeros(parameters.size, np.float32) for _ in optimizer.state_names())
+    scalars: tuple[np.float32, ...] = ()
+    for update in updates:
+        scalars = optimizer.scalars(scalars)
+        optimizer.step(parameters, update, state, scalars)
+    return parameters
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fedadam_follows_torch_s_adam_in_float64(momentum: float) -> None:
+    torch = pytest.importorskip("torch")
+    updates = [noise(seed, 500) for seed in range(1, 41)]
+    theirs = torch.nn.Parameter(torch.from_numpy(noise(0, 500)).double())
+    adam = torch.optim.Adam([theirs], lr=0.02, betas=(momentum, 0.95), eps=1e-3)
+    for update in updates:
+        theirs.grad = torch.from_numpy(update).double()
+        adam.step()
+    ours = adapted("fedadam", updates, 0.02, momentum, 0.95)
+    np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["fedyogi", "fedadagrad"])
+def test_yogi_and_adagrad_follow_their_papers_in_float64(name: str) -> None:
+    updates = [noise(seed, 500) * np.float32(0.5 ** (seed % 5)) for seed in range(1, 41)]
+    expected, first, second = noise(0, 500).astype(np.float64), np.zeros(500), np.zeros(500)
+    for number, update in enumerate(updates, 1):
+        wide = update.astype(np.float64)
+        first = 0.9 * first + 0.1 * wide
+        if name == "fedyogi":
+            second = second - 0.05 * wide**2 * np.sign(second - wide**2)
+            freed = second / (1 - 0.95**number)
+        else:
+            freed = second = second + wide**2
+        expected -= 0.02 * first / (1 - 0.9**number) / (np.sqrt(freed) + 1e-3)
+    np.testing.assert_allclose(adapted(name, updates, 0.02, 0.9, 0.95), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_the_first_adaptive_round_moves_each_parameter_by_the_rate_and_an_empty_one_by_nothing(name: str) -> None:
+    update = np.float32([3.0, -0.5, 0.0, 2.0**63, -(2.0**63)])
+    moved = noise(0, 5) - adapted(name, [update], 0.01, 0.9, 0.99)
+    np.testing.assert_allclose(moved, 0.01 * np.sign(update), rtol=0.003, atol=0)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_moments_stay_finite_for_the_greatest_deltas(name: str) -> None:
+    updates = [np.full(300, sign * 2.0**64, np.float32) for sign in (1, -1, 1, 1)] + [noise(1, 300)] * 2
+    assert np.isfinite(adapted(name, updates, 0.01, 0.9, 0.5)).all()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavgm", *ADAPTIVE])
 def test_any_cut_into_slices_gives_the_same_bits(name: str) -> None:
     optimizer = outer.get(name, 0.7, 0.9, True)
+    scalars: tuple[np.float32, ...] = ()
     whole, cut = noise(1), noise(1)
     states = [tuple(np.zeros(COUNT, np.float32) for _ in optimizer.state_names()) for _ in range(2)]
     for seed in (2, 3):
-        optimizer.step(whole, noise(seed), states[0])
+        scalars = optimizer.scalars(scalars)
+        optimizer.step(whole, noise(seed), states[0], scalars)
         for edge in (slice(0, 100), slice(100, None)):
-            optimizer.step(cut[edge], noise(seed)[edge], tuple(vector[edge] for vector in states[1]))
+            optimizer.step(cut[edge], noise(seed)[edge], tuple(vector[edge] for vector in states[1]), scalars)
     assert whole.tobytes() == cut.tobytes()
     assert [v.tobytes() for v in states[0]] == [v.tobytes() for v in states[1]]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -63,6 +64,26 @@ def test_a_replica_from_a_checkpoint_folds_on_to_the_same_state() -> None:
     *_, (_, _, other) = rounds_of(4)
     other.fold(following.body, following.raw, following.read_update)
     assert read.hashes() == other.hashes()
+
+
+def test_an_adaptive_strategy_s_running_products_are_in_the_checkpoint_and_proven() -> None:
+    one = tiny(settings={"strategy.name": "fedadam", "momentum": "0.9", "learning_rate": "0.01"})
+    replica = one.replica()
+    for _ in range(3):
+        decided = decide(one, replica, [contribution(one, replica.head, member) for member in (0, 1, 2)])
+        replica.fold(decided.body, decided.raw, decided.read_update)
+    assert 0.0 < replica.head.scalars[0] < 0.9**2
+    written = bytes_of(replica)
+    assert {"outer_state.first_moment", "outer_state.second_moment"} <= set(safetensors.numpy.load(written))
+    read = read_checkpoint(memoryview(written), one.federation, decided.raw)
+    assert read.head.scalars == replica.head.scalars
+    following = decide(one, read, [contribution(one, read.head, member) for member in (0, 2)])
+    for either in (read, replica):
+        either.fold(following.body, following.raw, following.read_update)
+    assert read.hashes() == replica.hashes()
+    replica.head = msgspec.structs.replace(replica.head, scalars=(0.5, 0.5))
+    with pytest.raises(VerificationError, match="holds another state"):
+        read_checkpoint(memoryview(bytes_of(replica)), one.federation, following.raw)
 
 
 def test_a_checkpoint_is_a_safetensors_file_of_the_models_tensors_and_the_outer_state() -> None:

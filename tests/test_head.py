@@ -65,7 +65,7 @@ def test_a_head_after_a_round_is_what_its_body_says() -> None:
     offers = [contribution(one, replica.head, member, sequence=5) for member in (2, 0)]
     decided = decide(one, replica, offers)
     before = msgspec.structs.replace(replica.head)
-    after = replica.head.after(decided.body, decided.raw, history=64)
+    after = replica.head.after(decided.body, decided.raw, one.federation)
     assert replica.head == before
     body = decided.body
     assert (after.server_round, after.commit_hash) == (1, body_hash(decided.raw))
@@ -80,12 +80,12 @@ def test_a_head_after_a_round_is_what_its_body_says() -> None:
 
 
 def test_the_recorded_norms_are_the_newest_ones() -> None:
-    one = tiny()
+    one, longer = (tiny(settings={"norm_history": str(history)}) for history in (3, 6))
     replica = one.replica()
     decided = decide(one, replica, [contribution(one, replica.head, member) for member in range(4)])
-    head = replica.head.after(decided.body, decided.raw, history=3)
+    head = replica.head.after(decided.body, decided.raw, one.federation)
     assert head.norms == tuple(counted.norm for counted in decided.body.counted)[-3:]
-    again = head.after(decided.body, decided.raw, history=6)
+    again = head.after(decided.body, decided.raw, longer.federation)
     assert again.norms == (*head.norms, *(counted.norm for counted in decided.body.counted))[-6:]
     assert len(again.maxima) == 6
 
@@ -94,7 +94,7 @@ def test_the_digest_covers_every_decision_of_the_head() -> None:
     one = tiny()
     replica = one.replica()
     decided = decide(one, replica, [contribution(one, replica.head, member) for member in range(2)])
-    head = replica.head.after(decided.body, decided.raw, history=64)
+    head = replica.head.after(decided.body, decided.raw, one.federation)
     client = one.members[0].node_id
     others = [
         msgspec.structs.replace(head, **change)
@@ -103,6 +103,7 @@ def test_the_digest_covers_every_decision_of_the_head() -> None:
             {"owners": head.owners[::-1]},
             {"scale_bits": 3},
             {"clip_bound": 0.5},
+            {"scalars": (0.5,)},
             {"stop": "now"},
             {"counted": {}},
             {"counted": {**head.counted, client: CountedSequences(1, 1)}},

@@ -13,6 +13,7 @@ from ravnest_fed.model_state import read_state, schema_of
 from ravnest_fed.partition import Partition
 from ravnest_fed.recipe import load_recipe
 from tests.joined import Joined, federation_of
+from tests.trained import Trained
 
 RECIPE = """
 import torch
@@ -95,6 +96,31 @@ def test_fedavgm_without_momentum_equals_fedavg_bit_for_bit() -> None:
             joined.contribute()
         hashes |= joined.model_hashes()
     assert len(hashes) == 1
+
+
+def test_fedprox_without_its_pull_equals_fedavg_bit_for_bit_and_with_it_does_not(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    loaded = load_recipe(tmp_path / "recipe.py")
+    hashes = []
+    for strategy in ({}, {"proximal": 0.0}, {"proximal": 0.3}):
+        trained = Trained(loaded, 2, strategy=strategy)
+        for _ in range(2):
+            trained.round()
+        hashes.append(trained.head.model_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize("name", ["fedadam", "fedyogi", "fedadagrad"])
+def test_all_brokers_agree_on_an_adaptive_strategy_s_model_and_running_products(name: str) -> None:
+    joined = Joined.started(3, 3, strategy={"name": name, "learning_rate": 0.01, "momentum": 0.5, "beta2": 0.99})
+    rate = np.float32(0.99)
+    before = next(iter(joined.brokers.values())).replica.state.vector.copy()
+    for _ in range(3):
+        joined.contribute()
+    assert len(joined.model_hashes()) == 1
+    assert {head.scalars for head in joined.heads().values()} == {(0.125, float(rate * rate * rate))}
+    moved = np.abs(next(iter(joined.brokers.values())).replica.state.vector - before)
+    assert 0.001 < moved[: 3 * 4096].max() < 0.05
 
 
 def test_momentum_changes_the_model_and_all_brokers_agree_on_it() -> None:

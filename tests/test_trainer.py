@@ -63,6 +63,33 @@ def make(tmp_path: Path) -> Make:
     return lambda methods="": Bench(tmp_path, methods)
 
 
+def test_a_proximal_term_holds_training_to_the_base(make: Make) -> None:
+    bench, pull = make(), 0.5
+    asked = LocalWork(1, 10, 1, 5, committed_steps=0, proximal=pull)
+    result = bench.trainer().local_round(asked, bench.base)
+    model, start = bench.loaded.build_model(0), bench.loaded.build_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batch = bench.loaded.train_data(Partition(0, 2, 0))
+    for _ in range(5):
+        optimizer.zero_grad()
+        distance = sum(
+            (one - base.detach()).square().sum()
+            for one, base in zip(model.parameters(), start.parameters(), strict=True)
+        )
+        (bench.loaded.loss(model, batch) + pull / 2 * distance).backward()
+        optimizer.step()
+    expected = bench.base.vector - read_state(model, bench.schema).vector
+    assert np.allclose(result.delta_vector, expected, rtol=1e-4, atol=1e-7)
+    plain = bench.trainer().local_round(work(micro_batch=10, local_steps=5), bench.base)
+    assert np.linalg.norm(result.delta_vector) < 0.99 * np.linalg.norm(plain.delta_vector)
+
+
+def test_the_proximal_term_is_clipped_with_the_gradient_it_belongs_to(make: Make) -> None:
+    bench = make("max_grad_norm = 0.01")
+    result = bench.trainer().local_round(LocalWork(1, 4, 1, 4, committed_steps=0, proximal=1000.0), bench.base)
+    assert np.linalg.norm(result.delta_vector) <= 4 * 0.05 * 0.01 * 1.001
+
+
 def test_a_round_is_plain_local_training(make: Make) -> None:
     bench = make()
     result = bench.trainer().local_round(work(micro_batch=10, local_steps=5), bench.base)

@@ -20,10 +20,19 @@ PATIENCE_SECONDS = 60.0
 
 
 class Trained:
-    """Brokers joined in memory, and a trainer for each of `clients` clients. `model` is the initial model, if given."""
+    """Brokers joined in memory, and a trainer for each of `clients` clients. `model` is the initial model, if given.
+
+    `strategy` holds settings of the federation file's table of that name.
+    """
 
     def __init__(
-        self, loaded: LoadedRecipe, clients: int, brokers: int = 1, model: ModelState | None = None, seed: int = 0
+        self,
+        loaded: LoadedRecipe,
+        clients: int,
+        brokers: int = 1,
+        model: ModelState | None = None,
+        seed: int = 0,
+        strategy: dict[str, object] | None = None,
     ) -> None:
         recipe = loaded.recipe
         built = loaded.build_model(seed)
@@ -36,6 +45,7 @@ class Trained:
             clients,
             schema=self.schema,
             federation={"seed": seed},
+            strategy=strategy or {},
             rounds={**rounds, "accumulation": recipe.accumulation, "grace_seconds": 1.0},
         )
         self.joined = Joined(federation, initial)
@@ -71,9 +81,7 @@ class Trained:
         signed = self.joined.clients[name].order
         assert signed is not None
         order = decode(WorkOrder, signed.payload)
-        work = LocalWork(
-            order.base_round + 1, order.micro_batch, order.accumulation, order.local_steps, order.committed_steps
-        )
+        work = LocalWork.ordered(order, self.joined.federation.strategy.proximal)
         return self.trainers[name].local_round(work, self.state)
 
     def contribute(self, name: str) -> None:

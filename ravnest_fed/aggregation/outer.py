@@ -1,11 +1,13 @@
 """Outer optimisers: how an update moves the parameters.
 
 An update is a mean delta (base minus local), a pseudo-gradient. Folding it is elementwise: each step is one float32
-multiplication, addition or subtraction, correctly rounded, and every result is flushed (see `flush_tiny`), so that all
-replicas hold the same bits whatever their processor does with subnormals.
+multiplication, addition, subtraction, division or square root, correctly rounded, and every result is flushed (see
+`flush_tiny`), so that all replicas hold the same bits whatever their processor does with subnormals. A power such as
+beta^t is a running product: libraries differ in their `pow`.
 """
 
 from abc import ABC, abstractmethod
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +15,12 @@ from ravnest_fed.codecs.base import slices
 from ravnest_fed.codecs.float_bits import all_finite, flush_tiny
 from ravnest_fed.errors import PayloadError, UsageError
 from ravnest_fed.parameters import Float32, Int64
+
+BETA2: Final = 0.99
+EPSILON: Final = 1e-3
+"""What Reddi et al. (2021) found to serve most tasks."""
+_ONE: Final = np.float32(1.0)
+_GREATEST: Final = np.finfo(np.float32).max
 
 
 class OuterOptimizer(ABC):
@@ -23,7 +31,10 @@ class OuterOptimizer(ABC):
         return ()
 
     def scalars(self, previous: tuple[np.float32, ...]) -> tuple[np.float32, ...]:
-        """The scalars of the round after `previous` (empty before the first), such as running products of a rate."""
+        """The scalars that the round after the one with `previous` steps with, such as running products of a rate.
+
+        `previous` is empty before the first round. They are part of the replicated state; none by default.
+        """
         return ()
 
     def step(
@@ -91,13 +102,116 @@ class FedAvgM(OuterOptimizer):
         flush_tiny(out)
 
 
-def get(name: str, learning_rate: float, momentum: float = 0.0, nesterov: bool = False) -> OuterOptimizer:
-    """The outer optimiser of the strategy `name`: "fedavg" or "fedavgm". Raises UsageError for another."""
+class Adaptive(OuterOptimizer):
+    """A rate of its own for each parameter. Reddi et al., "Adaptive federated optimization" (2021).
+
+    first = momentum * first + (1 - momentum) * update; the second moment follows the update's square as a subclass
+    says; parameters -= learning_rate * first' / (sqrt(second') + epsilon). A prime frees a moment that began at zero
+    of its bias, divided by 1 - rate^t after t rounds, as Kingma and Ba, "Adam" (2015), do, so that the first rounds
+    are no shorter than later ones. Squares past float32's reach count as its greatest number.
+
+    The scalars are momentum^t and beta2^t.
+    """
+
+    def __init__(
+        self, learning_rate: float, momentum: float = 0.0, beta2: float = BETA2, epsilon: float = EPSILON
+    ) -> None:
+        self._rate = np.float32(learning_rate)
+        self._momentum, self._first_share = np.float32(momentum), _ONE - np.float32(momentum)
+        self._beta2, self._second_share = np.float32(beta2), _ONE - np.float32(beta2)
+        self._epsilon = np.float32(epsilon)
+
+    def state_names(self) -> tuple[str, ...]:
+        return ("first_moment", "second_moment")
+
+    def scalars(self, previous: tuple[np.float32, ...]) -> tuple[np.float32, ...]:
+        products = np.array(previous or (1.0, 1.0), np.float32)
+        products *= np.array((self._momentum, self._beta2), np.float32)
+        flush_tiny(products)
+        return tuple(products)
+
+    def _step(
+        self, parameters: Float32, update: Float32, state: tuple[Float32, ...], scalars: tuple[np.float32, ...]
+    ) -> None:
+        (first, second), (first_product, second_product) = state, scalars
+        np.add(_times(self._momentum, first), _times(self._first_share, update), out=first)
+        flush_tiny(first)
+        with np.errstate(over="ignore"):
+            square = np.minimum(update * update, _GREATEST)
+            flush_tiny(square)
+            self._follow(second, square)
+            np.minimum(second, _GREATEST, out=second)
+            flush_tiny(second)
+            root = self._unbiased(second, second_product)
+        np.sqrt(root, out=root)
+        root += self._epsilon
+        step = _times(self._rate, first / (_ONE - first_product))
+        step /= root
+        flush_tiny(step)
+        _subtract(parameters, step)
+
+    @abstractmethod
+    def _follow(self, second: Float32, square: Float32) -> None:
+        """Move the second moment after the update's square, in place; neither is negative."""
+
+    def _unbiased(self, second: Float32, product: np.float32) -> Float32:
+        return second / (_ONE - product)
+
+
+class FedAdam(Adaptive):
+    """second = beta2 * second + (1 - beta2) * update^2. See `Adaptive`."""
+
+    def _follow(self, second: Float32, square: Float32) -> None:
+        np.add(_times(self._beta2, second), _times(self._second_share, square), out=second)
+
+
+class FedYogi(Adaptive):
+    """second -= (1 - beta2) * update^2 * sign(second - update^2). See `Adaptive`.
+
+    So the second moment forgets large updates slowly. Zaheer et al., "Adaptive methods for nonconvex optimization"
+    (2018).
+    """
+
+    def _follow(self, second: Float32, square: Float32) -> None:
+        change = _times(self._second_share, square)
+        # Compared, not subtracted: a difference of normal numbers may be subnormal, whose sign some processors lose.
+        np.negative(change, out=change, where=second > square)
+        np.copyto(change, np.float32(0.0), where=second == square)
+        second += change
+
+
+class FedAdagrad(Adaptive):
+    """second += update^2, which has no bias to be freed of; there is no beta2. See `Adaptive`."""
+
+    def _follow(self, second: Float32, square: Float32) -> None:
+        second += square
+
+    def _unbiased(self, second: Float32, product: np.float32) -> Float32:
+        return second.copy()
+
+
+ADAPTIVE: Final[dict[str, type[Adaptive]]] = {"fedadam": FedAdam, "fedyogi": FedYogi, "fedadagrad": FedAdagrad}
+
+
+def get(
+    name: str,
+    learning_rate: float,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    beta2: float = BETA2,
+    epsilon: float = EPSILON,
+) -> OuterOptimizer:
+    """The outer optimiser of the strategy `name`. Raises UsageError for one that is not there.
+
+    `nesterov` matters to fedavgm alone, `beta2` and `epsilon` to the adaptive ones.
+    """
     if name == "fedavg":
         return FedAvg(learning_rate)
     if name == "fedavgm":
         return FedAvgM(learning_rate, momentum, nesterov)
-    raise UsageError(f"there is no strategy {name!r}", "use fedavg or fedavgm")
+    if name in ADAPTIVE:
+        return ADAPTIVE[name](learning_rate, momentum, beta2, epsilon)
+    raise UsageError(f"there is no strategy {name!r}", f"use one of fedavg, fedavgm, {', '.join(ADAPTIVE)}")
 
 
 def fold_buffers(values: Float32, update: Float32, minimum: Float32) -> None:

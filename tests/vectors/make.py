@@ -75,7 +75,14 @@ def folding_vectors() -> list[dict[str, Any]]:
     """Parameters and outer state after three rounds, each the mean of three contributions."""
     cases = []
     weights = [Weight(65536, 65536), Weight(777, 40000), Weight(1, 3)]
-    optimizers = (("fedavg", 1.0, 0.0, False), ("fedavgm", 0.7, 0.9, False), ("fedavgm", 0.7, 0.9, True))
+    optimizers = (
+        ("fedavg", 1.0, 0.0, False),
+        ("fedavgm", 0.7, 0.9, False),
+        ("fedavgm", 0.7, 0.9, True),
+        ("fedadam", 0.01, 0.9, False),
+        ("fedyogi", 0.01, 0.9, False),
+        ("fedadagrad", 0.03, 0.0, False),
+    )
     for name, rate, momentum, nesterov in optimizers:
         for codec_name in codecs.names():
             for count, exponent, scale_bits in ((SMALL, 112, 40), (LARGE, 112, 40), (LARGE, 1, 126)):
@@ -84,6 +91,7 @@ def folding_vectors() -> list[dict[str, Any]]:
                 down = codec if codec.feedback_decay is None else codecs.get("int8")
                 parameters = sample("parameters", count, exponent)
                 state = tuple(np.zeros(count, np.float32) for _ in optimizer.state_names())
+                scalars: tuple[np.float32, ...] = ()
                 updates = []
                 for server_round in (1, 2, 3):
                     payloads = {
@@ -95,7 +103,8 @@ def folding_vectors() -> list[dict[str, Any]]:
                     update = reduce_shard(
                         "parameters", count, chosen, total, payloads.__getitem__, scale_bits, 16, codec, down
                     )
-                    optimizer.step(parameters, down.decode(update, count), state)
+                    scalars = optimizer.scalars(scalars)
+                    optimizer.step(parameters, down.decode(update, count), state, scalars)
                     updates.append(update)
                 cases.append(
                     {
