@@ -102,13 +102,13 @@ class ClientRunner:
     async def run(self) -> str:
         """Take part; why it ended. Raises the RavnestError that ended it otherwise."""
         self._loop = asyncio.get_running_loop()
+        self._watch.start()
         self._training = ThreadPoolExecutor(1, "training")
         self._folding = ThreadPoolExecutor(1, "folding")
         self._ended = asyncio.Event()
         context = make_context()
         for broker in self.link.brokers:
             self._lines[broker.name] = self._dial(context, broker.name, broker.address, broker.curve_key.hex())
-        self._watch.start()
         try:
             while not self._ended.is_set():
                 self._apply_transfer(self._downloads.tick(time.monotonic()))

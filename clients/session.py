@@ -16,6 +16,7 @@ from clients import effects as fx
 from clients import events as ev
 from clients.homes import Homes
 from clients.leaving import Leaving
+from clients.manifest import manifest_for
 from clients.residual import Standing
 from clients.yielding import Yielding
 from ravnest_fed.capability import Capability
@@ -29,7 +30,6 @@ from ravnest_fed.errors import (
 )
 from ravnest_fed.facts import BlobRef, Evaluation, Manifest, Receipt, WorkOrder, decode, open_signed, sign, signed_hash
 from ravnest_fed.federation import Federation
-from ravnest_fed.hashing import merkle_root
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.links import Link
@@ -518,24 +518,7 @@ class ClientSession:
             return []
         self._failures = 0
         self._sequence += 1
-        manifest = Manifest(
-            federation=self.link.fingerprint,
-            client=self.identity.node_id,
-            sequence=self._sequence,
-            base_round=order.base_round,
-            base_hash=order.base_hash,
-            last_round=order.base_round + 1,
-            codec=order.codec,
-            payload_root=merkle_root("payload", [ref.hash for ref in event.shards]),
-            shard_count=len(event.shards),
-            num_examples=event.num_examples,
-            local_steps=event.local_steps,
-            norm=event.norm,
-            max_abs=event.max_abs,
-            metrics=event.metrics,
-            training_seconds=event.seconds,
-            order=signed,
-        )
+        manifest = manifest_for(order, signed, event, self._sequence)
         kept = self._sign_pending(manifest, event.shards, event.residual)
         shown = {name: round(value, 4) for name, value in event.metrics.items()}
         if event.local_steps < order.local_steps:

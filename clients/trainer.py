@@ -53,8 +53,8 @@ class LocalResult:
     """What one round of training gave.
 
     `delta_vector` is base - after, float32, in the layout of the schema's float32 vector; `counters` is after - base,
-    int64. `local_steps` may be fewer than the work asked for. `num_examples` counts the examples that went through the model, repeats included. `metrics` holds the mean
-    training `loss` over them. `seconds` is wall time.
+    int64. `num_examples` counts the examples that went through the model, repeats included. `local_steps` may be fewer
+    than the work asked for. `metrics` holds the mean training `loss` over the examples. `seconds` is wall time.
     """
 
     delta_vector: Float32
