@@ -405,18 +405,18 @@ class ClientRunner:
         )
         if not self._resumed:
             self._resume(order.base_round)
+        factor = rest_factor(self._manners.max_cpu, psutil.cpu_count() or 1, torch.get_num_threads())
+        boundary = StepBoundary(factor, lambda: self._watch.because, abandoned.wait)
         deadline = time.monotonic() + order.deadline_seconds
         work = LocalWork(
             order.base_round + 1, order.micro_batch, order.accumulation, order.local_steps, order.committed_steps
         )
-        cores = psutil.cpu_count() or 1
-        factor = rest_factor(self._manners.max_cpu, cores, torch.get_num_threads())
         try:
             result = self._trainer.local_round(
                 work,
                 self.replica.state,
                 lambda: abandoned.is_set() or time.monotonic() > deadline,
-                StepBoundary(factor, lambda: self._watch.because, abandoned.wait),
+                boundary,
             )
             trained = self._encode(order, result)
             self._save_progress(order)

@@ -139,17 +139,18 @@ class Trainer:
             if self.progress.optimizer_state is not None and self._loaded.recipe.keep_optimizer:
                 optimizer.load_state_dict(copy.deepcopy(self.progress.optimizer_state))
             position, examples, loss_sum = self.progress.position, 0, 0.0
-            done = 0
-            while done < work.local_steps and goes_on():
+            step = 0
+            while step < work.local_steps and goes_on():
                 batches = []
                 for _ in range(work.accumulation):
                     batch, count, position = feed.draw(position, work.micro_batch)
                     batches.append((batch, count))
-                loss = self._step(work, done, optimizer, parameters, batches, cancelled)
+                loss = self._step(work, step, optimizer, parameters, batches, cancelled)
                 drawn = sum(count for _, count in batches)
                 examples += drawn
                 loss_sum += loss * drawn
-                done += 1
+                step += 1
+        done = step
         if not done:
             raise RoundYielded(f"round {work.server_round} was not begun")
         delta, counters = delta_between(self._model, self._schema, base)
