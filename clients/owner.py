@@ -53,7 +53,7 @@ class Machine:
 
     def _processes(self) -> dict[tuple[int, float], float]:
         """The CPU seconds of this process and of all below it, by pid and start."""
-        me = quietly(psutil.Process, None)
+        me = quietly(lambda: psutil.Process(), None)
         if me is None:
             return {}
         found: dict[tuple[int, float], float] = {}

@@ -1,5 +1,6 @@
 """When a client pauses for its owner, and when it goes on: every cause, the hysteresis, and the hours."""
 
+import itertools
 from datetime import time
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_load_that_comes_and_goes_is_one_pause() -> None:
     verdicts: list[str] = []
     for _ in range(10):
         verdicts += owner.see_for(Sample(cpu_others=50.0), 8) + owner.see_for(QUIET, 20)
-    changes = [after for before, after in zip(verdicts, verdicts[1:], strict=False) if before != after]
+    changes = [after for before, after in itertools.pairwise(verdicts) if before != after]
     assert changes == ["other processes use 50% of the CPU"]
 
 
