@@ -46,14 +46,27 @@ def chosen(name: str) -> torch.device:
     return device
 
 
+def limit_gpu_memory(name: str, most: int | None) -> None:
+    """Let this process take at most so many bytes of the GPU `name`; None: all. Raises UsageError where there is none."""
+    if most is None:
+        return
+    device = chosen(name)
+    if device.type != "cuda":
+        raise UsageError(
+            f"--max-gpu-memory is set, but training runs on {device.type}", "leave it out, or choose --device cuda"
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+
+
 def describe(device: torch.device) -> str:
     """The device's name and memory, and the processor and memory beside it."""
-    memory = _quietly(lambda: f"{psutil.virtual_memory().total / 2**30:.0f} GiB memory", "")
-    cores = _quietly(lambda: f"{psutil.cpu_count() or os.cpu_count()} cores", "")
+    memory = quietly(lambda: f"{psutil.virtual_memory().total / 2**30:.0f} GiB memory", "")
+    cores = quietly(lambda: f"{psutil.cpu_count() or os.cpu_count()} cores", "")
     beside = ", ".join(part for part in (cores, memory) if part)
     if device.type == "cuda":
-        name = _quietly(lambda: torch.cuda.get_device_name(device), "") or "a CUDA device"
-        size = _quietly(lambda: f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB", "")
+        name = quietly(lambda: torch.cuda.get_device_name(device), "") or "a CUDA device"
+        size = quietly(lambda: f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB", "")
         return f"{name} {size}; {beside}".replace("  ", " ")
     return f"{device.type}; {beside}"
 
@@ -75,12 +88,12 @@ def nvidia_names() -> list[str]:
 
 def host() -> Host:
     """The machine's cores, memory and battery."""
-    memory = _quietly(psutil.virtual_memory, None)
+    memory = quietly(psutil.virtual_memory, None)
     # Not every system's psutil knows of batteries at all.
-    battery = _quietly(lambda: psutil.sensors_battery(), None)
+    battery = quietly(lambda: psutil.sensors_battery(), None)
     charge = getattr(battery, "percent", None)
     return Host(
-        cores=_quietly(psutil.cpu_count, None) or os.cpu_count(),
+        cores=quietly(psutil.cpu_count, None) or os.cpu_count(),
         memory_total=getattr(memory, "total", None),
         memory_free=getattr(memory, "available", None),
         battery=None if charge is None else min(max(float(charge), 0.0), 100.0),
@@ -90,12 +103,12 @@ def host() -> Host:
 
 def survey() -> tuple[Device, ...]:
     """Every processor that could train: the CPU, what torch can use beside it, and GPUs that it overlooks."""
-    memory = _quietly(psutil.virtual_memory, None)
+    memory = quietly(psutil.virtual_memory, None)
     found = [Device("cpu", _processor(), getattr(memory, "total", None), getattr(memory, "available", None))]
-    if _quietly(torch.backends.mps.is_available, False):
+    if quietly(torch.backends.mps.is_available, False):
         found.append(Device("mps", clipped(platform.machine(), MAX_NAME)))
     known = _nvidia_gpus()
-    for index in range(_quietly(torch.cuda.device_count, 0)):
+    for index in range(quietly(torch.cuda.device_count, 0)):
         found.append(_cuda(index, known))
     found += [gpu for _, gpu in known]
     return tuple(found[:MAX_DEVICES])
@@ -112,24 +125,24 @@ def peak_memory() -> int | None:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return int(used) if platform.system() == "Darwin" else int(used) * 1024
 
-    return _quietly(ask, None)
+    return quietly(ask, None)
 
 
 def machine() -> str:
     """What a measurement on this machine holds for: another one of these and it must be made again."""
-    cores, memory = _quietly(psutil.cpu_count, None), _quietly(lambda: psutil.virtual_memory().total, None)
-    cuda = [_cuda_name(index) for index in range(_quietly(torch.cuda.device_count, 0))]
+    cores, memory = quietly(psutil.cpu_count, None), quietly(lambda: psutil.virtual_memory().total, None)
+    cuda = [_cuda_name(index) for index in range(quietly(torch.cuda.device_count, 0))]
     parts = (platform.node(), _processor(), cores, memory, *cuda, torch.__version__, torch.get_num_threads())
     return " | ".join(str(part) for part in parts)
 
 
 def _cuda_name(index: int) -> str:
-    return _quietly(lambda: torch.cuda.get_device_name(index), "")
+    return quietly(lambda: torch.cuda.get_device_name(index), "")
 
 
 def _cuda(index: int, known: list[tuple[str, Device]]) -> Device:
     """The CUDA device as torch knows it, with what the driver adds; what it is taken from leaves `known`."""
-    properties: Any = _quietly(lambda: torch.cuda.get_device_properties(index), None)
+    properties: Any = quietly(lambda: torch.cuda.get_device_properties(index), None)
     name = clipped(getattr(properties, "name", "") or "a CUDA device", MAX_NAME)
     total = getattr(properties, "total_memory", None)
     unique = str(getattr(properties, "uuid", ""))
@@ -140,7 +153,7 @@ def _cuda(index: int, known: list[tuple[str, Device]]) -> Device:
         known.remove(same[0])
         gpu = same[0][1]
         return Device("cuda", name, total or gpu.memory_total, gpu.memory_free, gpu.utilisation, gpu.driver)
-    free = _quietly(lambda: torch.cuda.mem_get_info(index)[0], None)
+    free = quietly(lambda: torch.cuda.mem_get_info(index)[0], None)
     return Device("cuda", name, total, free)
 
 
@@ -154,21 +167,21 @@ def _nvidia_gpus() -> list[tuple[str, Device]]:
         # Without a driver, or on a machine that NVML does not know, there is nothing to name.
         return []
     try:
-        driver = _text(_quietly(lambda: pynvml.nvmlSystemGetDriverVersion(), ""))
+        driver = _text(quietly(lambda: pynvml.nvmlSystemGetDriverVersion(), ""))
         found = []
-        for index in range(_quietly(lambda: int(pynvml.nvmlDeviceGetCount()), 0)):
-            handle = _quietly(lambda: pynvml.nvmlDeviceGetHandleByIndex(index), None)  # noqa: B023 (called at once)
+        for index in range(quietly(lambda: int(pynvml.nvmlDeviceGetCount()), 0)):
+            handle = quietly(lambda: pynvml.nvmlDeviceGetHandleByIndex(index), None)  # noqa: B023 (called at once)
             if handle is not None:
                 found.append(_nvidia(pynvml, handle, driver))
         return found
     finally:
-        _quietly(pynvml.nvmlShutdown, None)
+        quietly(pynvml.nvmlShutdown, None)
 
 
 def _nvidia(pynvml: Any, handle: Any, driver: str) -> tuple[str, Device]:
-    name = _text(_quietly(lambda: pynvml.nvmlDeviceGetName(handle), ""))
-    memory: Any = _quietly(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle), None)
-    busy = _quietly(lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), None)
+    name = _text(quietly(lambda: pynvml.nvmlDeviceGetName(handle), ""))
+    memory: Any = quietly(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle), None)
+    busy = quietly(lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), None)
     device = Device(
         "nvidia",
         name,
@@ -177,7 +190,7 @@ def _nvidia(pynvml: Any, handle: Any, driver: str) -> tuple[str, Device]:
         None if busy is None else min(max(busy, 0.0), 100.0),
         driver,
     )
-    return _text(_quietly(lambda: pynvml.nvmlDeviceGetUUID(handle), "")), device
+    return _text(quietly(lambda: pynvml.nvmlDeviceGetUUID(handle), "")), device
 
 
 def _processor() -> str:
@@ -185,7 +198,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
-    return clipped(_quietly(model, "") or platform.processor() or platform.machine(), MAX_NAME)
+    return clipped(quietly(model, "") or platform.processor() or platform.machine(), MAX_NAME)
 
 
 def _text(value: object) -> str:
@@ -193,7 +206,7 @@ def _text(value: object) -> str:
     return clipped(value.decode(errors="replace") if isinstance(value, bytes) else value, MAX_NAME)
 
 
-def _quietly(ask: Callable[[], T], otherwise: T) -> T:
+def quietly(ask: Callable[[], T], otherwise: T) -> T:
     """What `ask` gives, or `otherwise` where this machine cannot tell."""
     try:
         return ask()

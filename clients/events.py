@@ -123,6 +123,20 @@ class TrainingFailed:
 
 
 @dataclass(frozen=True)
+class Yielded:
+    """A local round was stopped before its first step: the owner needs the machine."""
+
+    base_round: int
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The owner needs the machine from now on, and why; empty: not any more."""
+
+    because: str
+
+
+@dataclass(frozen=True)
 class Leave:
     """The owner wants to stop: with `finish` after the round is handed in, unless that is wished a second time."""
 
@@ -148,6 +162,8 @@ Event = (
     | Evaluated
     | Trained
     | TrainingFailed
+    | Yielded
+    | Needed
     | Leave
     | Tick
 )

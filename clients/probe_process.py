@@ -30,13 +30,16 @@ def probe_apart(
     cancelled: Callable[[], bool] = lambda: False,
     seconds: float = SECONDS,
     limit: float = LIMIT_SECONDS,
+    max_gpu_memory: int | None = None,
 ) -> Capability:
     """What the machine can do with `recipe` and `partition` of its data, measured or remembered in `state`.
 
-    `cancelled` is asked all the time; `limit` (s) ends a probe that hangs. Raises ProbeFailed.
+    `cancelled` is asked all the time; `limit` (s) ends a probe that hangs; it takes at most
+    `max_gpu_memory` bytes of a GPU. Raises ProbeFailed.
     """
     part = f"{partition.index}/{partition.count}/{partition.seed}"
     options = ["--device", device, "--threads", str(threads), "--seconds", f"{seconds:g}", "--part", part]
+    options += ["--max-gpu-memory", str(max_gpu_memory)] if max_gpu_memory else []
     words = [sys.executable, "-m", "clients.command", "probe", str(recipe), "--json", "--state", str(state), *options]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + limit

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clients.amounts import parse_bytes
 from ravnest_fed.capability import Capability, as_tables
 from ravnest_fed.commands.failing import failing_cleanly
 from ravnest_fed.commands.round_table import readable_bytes
@@ -28,6 +29,7 @@ from ravnest_fed.partition import Partition
 @click.option("--fresh", is_flag=True, help="Measure again, even if this machine was measured before.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--state", type=click.Path(path_type=Path, file_okay=False), help="Where to remember what was measured.")
+@click.option("--max-gpu-memory", metavar="BYTES", help="Most GPU memory to take, such as 6GB; all by default.")
 @click.option("--part", hidden=True, help="INDEX/COUNT/SEED of the part of the data; all of it by default.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @failing_cleanly
@@ -39,13 +41,14 @@ def probe(
     fresh: bool,
     as_json: bool,
     state: Path | None,
+    max_gpu_memory: str | None,
     part: str | None,
     debug: bool,
 ) -> None:
     """Measure what this machine can do with RECIPE, and say why each number is what it is."""
     import torch
 
-    from clients.devices import chosen, machine
+    from clients.devices import chosen, limit_gpu_memory, machine
     from clients.probe import capability_of, measure
     from clients.remembered import Key, RememberedProbes
     from ravnest_fed.recipe import load_recipe
@@ -53,11 +56,18 @@ def probe(
     if threads:
         torch.set_num_threads(threads)
     on = chosen(device)
+    most = parse_bytes(max_gpu_memory, "--max-gpu-memory") if max_gpu_memory else None
+    limit_gpu_memory(device, most)
     # What a recipe prints must not stand among the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         loaded = load_recipe(recipe)
         partition = _partition(part or f"0/1/{loaded.recipe.seed}")
-        key = Key(loaded.hash, machine(), str(on), f"{partition.index}/{partition.count}/{partition.seed}")
+        key = Key(
+            loaded.hash,
+            machine(),
+            f"{on} within {most}" if most else str(on),
+            f"{partition.index}/{partition.count}/{partition.seed}",
+        )
         memory = RememberedProbes(state or user_data_path("ravnest-fed"))
         known = None if fresh else memory.find(key)
         climbed = known or measure(loaded, partition, on, seconds)

@@ -14,19 +14,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from clients import effects as fx
 from clients import events as ev
-from clients.devices import describe, overlooked_gpus
+from clients.devices import describe, limit_gpu_memory, overlooked_gpus
 from clients.fetched import FetchedBlobs
 from clients.known_brokers import KnownBrokers
 from clients.outbox import Outbox
+from clients.politeness import Manners, rest_factor
 from clients.probe_process import ProbeFailed, probe_apart
 from clients.progress import ProgressFiles, ProgressUnreadable, StateNotKept
 from clients.residual import ErrorFeedback
 from clients.session import ClientSession
-from clients.trainer import LocalResult, LocalWork, Progress, RoundAbandoned, Trainer
+from clients.trainer import LocalResult, LocalWork, Progress, RoundAbandoned, RoundYielded, Trainer
+from clients.uploads import Uploads
+from clients.watch import StepBoundary, Watch
 from ravnest_fed import codecs
 from ravnest_fed.capability import Capability
 from ravnest_fed.checkpoints import checkpoint_pieces, read_checkpoint
@@ -48,6 +52,7 @@ from ravnest_fed.roster import Changes, roster_for
 from ravnest_fed.transfer import Ask, Downloads, Drop, Fetched, FetchFailed, Keep, TransferEffect, serve
 
 TICK_SECONDS = 0.1
+YIELD_LOOK_SECONDS = 0.2
 MAX_FETCH_BYTES = 2**36
 Tell = Callable[[fx.Tell], None]
 
@@ -57,7 +62,7 @@ class ClientRunner:
 
     `tell` shows what happens to the machine's owner; `state` is the directory for what must survive a kill, `probes` the
     one where measurements are remembered, `state` too by default. `heartbeat` is that of the lines to the brokers, in
-    milliseconds.
+    milliseconds. `manners` is what the owner allows; by default everything, always.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class ClientRunner:
         device: str = "auto",
         heartbeat: tuple[int, int] = CLIENT_HEARTBEAT,
         probes: Path | None = None,
+        manners: Manners | None = None,
     ) -> None:
         self._roster = KnownBrokers(state)
         self.link = link = self._roster.added_to(link)
@@ -83,6 +89,10 @@ class ClientRunner:
         self._device = device
         self._heartbeat = heartbeat
         self._probes = probes or state
+        self._manners = manners or Manners()
+        self._watch = Watch(self._manners.when, device, self._needed_later)
+        self._uploads = Uploads(self._manners.upload_limit) if self._manners.upload_limit else None
+        self._uploading: asyncio.TimerHandle | None = None
         self._trainer: Trainer | None = None
         self._blobs = FetchedBlobs(state / "fetched")
         self._initial = b""
@@ -96,6 +106,7 @@ class ClientRunner:
     async def run(self) -> str:
         """Take part; why it ended. Raises the RavnestError that ended it otherwise."""
         self._loop = asyncio.get_running_loop()
+        self._watch.start()
         self._training = ThreadPoolExecutor(1, "training")
         self._folding = ThreadPoolExecutor(1, "folding")
         self._ended = asyncio.Event()
@@ -109,11 +120,14 @@ class ClientRunner:
                     await asyncio.wait_for(self._ended.wait(), TICK_SECONDS)
         finally:
             self._abandoned.set()
+            if self._uploading:
+                self._uploading.cancel()
             await asyncio.sleep(0)
             for line in self._lines.values():
                 line.close(GOODBYE_LINGER_MS)
             await asyncio.to_thread(self._training.shutdown)
             await asyncio.to_thread(self._folding.shutdown)
+            await asyncio.to_thread(self._watch.stop)
             context.term()
         assert self._outcome is not None
         if self._outcome.error:
@@ -143,6 +157,8 @@ class ClientRunner:
     def _dial(self, context: Any, name: str, address: str, key: str) -> Line:
         def state(text: Any) -> None:
             if text != "up":
+                if self._uploads:
+                    self._uploads.forget(name)
                 self._apply_transfer(self._downloads.donor_gone(name, time.monotonic()))
             self._handle(ev.Line(name, text))
 
@@ -163,6 +179,10 @@ class ClientRunner:
             self._tell(fx.Tell("message dropped", {"broker": broker, "finding": str(error)}, warning=True))
             return
         match message:
+            case Want() if self._uploads is not None:
+                self._uploads.ask(broker, message)
+                self._upload(self._uploads)
+                self._handle(ev.Pulled(broker))
             case Want():
                 for part in serve(message, self._outbox):
                     self._send(broker, encode(part))
@@ -173,6 +193,23 @@ class ClientRunner:
                 self._apply_transfer(self._downloads.on_absent(broker, message, now))
             case _:
                 self._handle(ev.FromBroker(broker, message))
+
+    def _upload(self, uploads: Uploads) -> None:
+        """Answer what the upload limit allows now, and come back when it allows more."""
+        while (following := uploads.next(time.monotonic())) is not None:
+            broker, want = following
+            for part in serve(want, self._outbox):
+                raw = encode(part)
+                uploads.sent(len(raw), time.monotonic())
+                if line := self._lines.get(broker):
+                    line.send(raw)
+            self._handle(ev.Pulled(broker))
+        if self._uploading:
+            self._uploading.cancel()
+        wait = uploads.wait(time.monotonic())
+        self._uploading = None
+        if wait is not None and self._outcome is None:
+            self._uploading = self._loop.call_later(wait, self._upload, uploads)
 
     # --- events and effects ------------------------------------------------------------------------------------------
 
@@ -296,6 +333,7 @@ class ClientRunner:
             members = [member.node_id for member in federation.members]
             seed = federation.federation.seed
             partition = Partition(members.index(self.identity.node_id), len(members), seed)
+            limit_gpu_memory(self._device, self._manners.max_gpu_memory)
             capability = self._measure(partition) if federation.rounds.target_seconds else None
             self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed, file)
         self._trainer.load_data()
@@ -309,13 +347,25 @@ class ClientRunner:
     def _measure(self, partition: Partition) -> Capability | None:
         """Probe before the model takes its memory; what fails here costs the first round's size, nothing more."""
         threads = torch.get_num_threads()
+        while self._watch.because and self._outcome is None:
+            time.sleep(YIELD_LOOK_SECONDS)
         try:
             return probe_apart(
-                self._loaded.path, partition, self._device, threads, self._probes, lambda: self._outcome is not None
+                self._loaded.path,
+                partition,
+                self._device,
+                threads,
+                self._probes,
+                lambda: self._outcome is not None,
+                max_gpu_memory=self._manners.max_gpu_memory,
             )
         except (ProbeFailed, OSError) as error:
             self._tell_later(fx.Tell("not measured", {"reason": str(error)}, warning=True))
             return None
+
+    def _needed_later(self, because: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by the time the machine was looked at
+            self._loop.call_soon_threadsafe(self._handle, ev.Needed(because))
 
     def _tell_later(self, told: fx.Tell) -> None:
         self._loop.call_soon_threadsafe(self._tell, told)
@@ -360,6 +410,9 @@ class ClientRunner:
         assert self.replica is not None and self._trainer is not None
         if self.replica.head.server_round != server_round:
             return None
+        if self._watch.because:
+            # Others measure the same model; what ends with this round ends here too.
+            return ev.Evaluated(server_round, {}, 0)
         try:
             measured = self._trainer.evaluate(self.replica.state)
         except RavnestError as error:
@@ -378,15 +431,25 @@ class ClientRunner:
         )
         if not self._resumed:
             self._resume(order.base_round)
+        factor = rest_factor(self._manners.max_cpu, psutil.cpu_count() or 1, torch.get_num_threads())
+        boundary = StepBoundary(factor, lambda: self._watch.because, abandoned.wait)
         deadline = time.monotonic() + order.deadline_seconds
         work = LocalWork.ordered(order, self.replica.federation.strategy.proximal)
         try:
             result = self._trainer.local_round(
-                work, self.replica.state, lambda: abandoned.is_set() or time.monotonic() > deadline
+                work,
+                self.replica.state,
+                lambda: abandoned.is_set() or time.monotonic() > deadline,
+                boundary,
             )
             trained = self._encode(order, result)
             self._save_progress(order)
+            if self._watch.because:
+                self._trainer.make_room()
             return trained
+        except RoundYielded:
+            self._trainer.make_room()
+            return ev.Yielded(order.base_round)
         except RoundAbandoned:
             if abandoned.is_set():
                 return None

@@ -17,7 +17,9 @@ from clients import events as ev
 from clients.following import Catching, Following
 from clients.homes import Homes, turned_away
 from clients.leaving import Leaving
+from clients.manifest import manifest_for
 from clients.residual import Standing
+from clients.yielding import Yielding
 from ravnest_fed.capability import Capability
 from ravnest_fed.errors import (
     NoDataError,
@@ -28,7 +30,6 @@ from ravnest_fed.errors import (
 )
 from ravnest_fed.facts import BlobRef, Evaluation, Manifest, Receipt, WorkOrder, decode, open_signed, sign, signed_hash
 from ravnest_fed.federation import Federation
-from ravnest_fed.hashing import merkle_root
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.links import Link, link_brokers
@@ -113,6 +114,7 @@ class ClientSession:
         self._again_after = AGAIN_SECONDS
         self._wanted: dict[bytes, BlobRef] = {}
         self._leaving = Leaving()
+        self._yielding = Yielding()
         self._now = now
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -167,6 +169,11 @@ class ClientSession:
                 return self._on_trained(event)
             case ev.TrainingFailed(base_round, error):
                 return self._on_training_failed(base_round, error)
+            case ev.Yielded(base_round):
+                return self._on_yielded(base_round)
+            case ev.Needed(because):
+                # A round under way ends at its next step by itself, and comes as any other.
+                return self._yielding.change(because) + ([] if because else self._start_training())
             case ev.Leave(finish):
                 if not finish or self._leaving.finishing:
                     return self._leave("leaving at the owner's wish")
@@ -479,6 +486,8 @@ class ClientSession:
         done = done or (self._failed_base == order.base_round and self._now < self._retry_at)
         if order.base_round != self.head.server_round or order.base_hash != self.head.commit_hash or done:
             return []
+        if self._yielding.because:
+            return self._yielding.skip(self.home if self._greeted else None, order.base_round)
         self._training = order.base_round
         told = fx.Tell("training", {"round": order.base_round + 1, "local_steps": order.local_steps})
         return [told, fx.Train(order, signed)]
@@ -492,26 +501,11 @@ class ClientSession:
             return []
         self._failures = 0
         self._sequence += 1
-        manifest = Manifest(
-            federation=self.link.fingerprint,
-            client=self.identity.node_id,
-            sequence=self._sequence,
-            base_round=order.base_round,
-            base_hash=order.base_hash,
-            last_round=order.base_round + 1,
-            codec=order.codec,
-            payload_root=merkle_root("payload", [ref.hash for ref in event.shards]),
-            shard_count=len(event.shards),
-            num_examples=event.num_examples,
-            local_steps=event.local_steps,
-            norm=event.norm,
-            max_abs=event.max_abs,
-            metrics=event.metrics,
-            training_seconds=event.seconds,
-            order=signed,
-        )
+        manifest = manifest_for(order, signed, event, self._sequence)
         kept = self._sign_pending(manifest, event.shards, event.residual)
         shown = {name: round(value, 4) for name, value in event.metrics.items()}
+        if event.local_steps < order.local_steps:
+            shown["steps"] = event.local_steps
         told = fx.Tell("trained", {"round": order.base_round + 1, **shown, "seconds": round(event.seconds, 2)})
         return [told, kept, *self._offer_again()]
 
@@ -579,6 +573,14 @@ class ClientSession:
                 effects.append(fx.Send(self.home, Goodbye("the recipe fails here")))
             return effects + self._end("the recipe fails", error)
         return effects
+
+    def _on_yielded(self, base_round: int) -> list[fx.Effect]:
+        if self._training != base_round:
+            return []
+        self._training = None
+        skipped = self._yielding.skip(self.home if self._greeted else None, base_round)
+        # The need may be over again by now.
+        return skipped + ([] if self._yielding.because else self._start_training())
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 
 from clients.devices import chosen
 from clients.feed import Feed, Position, feed_of, moved
+from clients.probe import release
 from clients.seeding import Seeding
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import WorkOrder
@@ -27,6 +28,10 @@ from ravnest_fed.recipe import LoadedRecipe, Partition
 
 class RoundAbandoned(RavnestError):
     """Training was told to stop before the round's last step."""
+
+
+class RoundYielded(RavnestError):
+    """The machine was needed before the round's first step; there is nothing to send for this round."""
 
 
 class TrainingDiverged(RavnestError):
@@ -66,8 +71,8 @@ class LocalResult:
     """What one round of training gave.
 
     `delta_vector` is base - after, float32, in the layout of the schema's float32 vector; `counters` is after - base,
-    int64. `num_examples` counts the examples that went through the model, repeats included. `metrics` holds the mean
-    training `loss` over them. `seconds` is wall time.
+    int64. `num_examples` counts the examples that went through the model, repeats included. `local_steps` may be fewer
+    than the work asked for. `metrics` holds the mean training `loss` over the examples. `seconds` is wall time.
     """
 
     delta_vector: Float32
@@ -131,11 +136,16 @@ class Trainer:
         self._data()
 
     def local_round(
-        self, work: LocalWork, base: ModelState, cancelled: Callable[[], bool] = lambda: False
+        self,
+        work: LocalWork,
+        base: ModelState,
+        cancelled: Callable[[], bool] = lambda: False,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> LocalResult:
-        """Train `work` from `base`; `cancelled` is asked before each micro-batch.
+        """Train `work` from `base`; `cancelled` is asked before each micro-batch and drops the round.
 
-        Raises RoundAbandoned, TrainingDiverged, NoDataError and RecipeError.
+        `goes_on` is asked before each step. It may take its time; when it says no, the round is as long as it got.
+        Raises RoundAbandoned, RoundYielded, TrainingDiverged, NoDataError and RecipeError.
         """
         feed = self._data()
         started = time.perf_counter()
@@ -148,7 +158,8 @@ class Trainer:
             if self.progress.optimizer_state is not None and self._loaded.recipe.keep_optimizer:
                 optimizer.load_state_dict(copy.deepcopy(self.progress.optimizer_state))
             position, examples, loss_sum = self.progress.position, 0, 0.0
-            for step in range(work.local_steps):
+            step = 0
+            while step < work.local_steps and goes_on():
                 batches = []
                 for _ in range(work.accumulation):
                     batch, count, position = feed.draw(position, work.micro_batch)
@@ -157,20 +168,28 @@ class Trainer:
                 drawn = sum(count for _, count in batches)
                 examples += drawn
                 loss_sum += loss * drawn
+                step += 1
+        done = step
+        if not done:
+            raise RoundYielded(f"round {work.server_round} was not begun")
         delta, counters = delta_between(self._model, self._schema, base)
         if not np.isfinite(delta).all():
-            raise _diverged("parameters", work, work.local_steps)
+            raise _diverged("parameters", work, done)
         kept = optimizer.state_dict() if self._loaded.recipe.keep_optimizer else None
         self.progress = Progress(position, kept)
         return LocalResult(
             delta,
             counters,
             # A loader's batches can be larger than the work order's; a client never claims more than was asked.
-            min(examples, work.micro_batch * work.accumulation * work.local_steps),
-            work.local_steps,
+            min(examples, work.micro_batch * work.accumulation * done),
+            done,
             {"loss": loss_sum / examples},
             time.perf_counter() - started,
         )
+
+    def make_room(self) -> None:
+        """Give the device's memory that no tensor holds back to the machine; the model stays."""
+        release(self.device)
 
     def evaluate(self, state: ModelState) -> tuple[dict[str, float], int] | None:
         """Metrics of `state` by the recipe's `evaluate`, and how many examples they stand for; None if it has none."""

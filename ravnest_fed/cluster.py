@@ -79,6 +79,9 @@ class Cluster:
             str(self.recipe),
             "--device",
             "cpu",
+            # A node of the federation would take the others on this machine for its owner's work.
+            "--when",
+            "always",
         ]
         state = self.founded.folder / "state" / name
         node = self.start_module(name, [*arguments, "--threads", str(self.threads), "--state", str(state)])

@@ -282,3 +282,22 @@ def test_demo_refuses_before_it_starts_a_process(tmp_path: Path) -> None:
 def test_a_signed_file_reads_back_as_it_was_written(founded: Founded) -> None:
     assert federation_in(founded.folder) == founded.federation
     assert Federation.load(founded.broker_folders[0] / FILE_NAME).fingerprint == founded.federation.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("--when", "nights", "22:00-06:30"),
+        ("--when", "08:00-08:00", "use idle"),
+        ("--max-gpu-memory", "half", "6GB"),
+        ("--max-gpu-memory", "6GB", "--device cuda"),
+        ("--max-cpu", "2", "1% to 100%"),
+        ("--upload-limit", "fast", "2MB/s"),
+        ("--upload-limit", "10KB/s", "64KB/s or more"),
+    ],
+)
+def test_a_limit_that_cannot_be_kept(founded: Founded, tmp_path: Path, option: str, value: str, remedy: str) -> None:
+    words = ["join", str(founded.link_files[0]), "--recipe", str(write_recipe(tmp_path)), "--device", "cpu"]
+    done = CliRunner().invoke(client_cli, [*words, option, value])
+    one_line_error(done.output, option, remedy)
+    assert done.exit_code == errors.UsageError.exit_status

@@ -10,6 +10,7 @@ import torch
 
 from clients import devices
 from ravnest_fed.capability import Device
+from ravnest_fed.errors import UsageError
 
 
 def fake_nvml(names: list[bytes | str], failing: str = "") -> ModuleType:
@@ -181,3 +182,19 @@ def test_another_thread_count_is_another_machine() -> None:
     finally:
         torch.set_num_threads(threads)
     assert devices.machine() == before
+
+
+def test_the_memory_taken_of_a_gpu_has_a_bound_and_without_a_gpu_the_bound_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices.limit_gpu_memory("cpu", None)
+    with pytest.raises(UsageError, match="--max-gpu-memory is set, but training runs on cpu"):
+        devices.limit_gpu_memory("cpu", 2**30)
+    bounds: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *bound: bounds.append(bound))
+    for most in (2 * 2**30, 64 * 2**30):
+        devices.limit_gpu_memory("cuda:0", most)
+    assert bounds == [(0.25, torch.device("cuda:0")), (1.0, torch.device("cuda:0"))]

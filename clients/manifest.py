@@ -1,0 +1,28 @@
+"""What a client signs about one local round."""
+
+from clients.events import Trained
+from ravnest_fed.facts import Manifest, WorkOrder
+from ravnest_fed.hashing import merkle_root
+from ravnest_fed.identity import Signed
+
+
+def manifest_for(order: WorkOrder, signed: Signed, done: Trained, sequence: int) -> Manifest:
+    """The manifest of what was done for `order`, which came as `signed`: the counts are those of the work done."""
+    return Manifest(
+        federation=order.federation,
+        client=order.client,
+        sequence=sequence,
+        base_round=order.base_round,
+        base_hash=order.base_hash,
+        last_round=order.base_round + 1,
+        codec=order.codec,
+        payload_root=merkle_root("payload", [ref.hash for ref in done.shards]),
+        shard_count=len(done.shards),
+        num_examples=done.num_examples,
+        local_steps=done.local_steps,
+        norm=done.norm,
+        max_abs=done.max_abs,
+        metrics=done.metrics,
+        training_seconds=done.seconds,
+        order=signed,
+    )
