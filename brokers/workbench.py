@@ -94,7 +94,10 @@ class Workbench:
         chosen = {one.manifest_hash: Weight(one.weight, one.share) for one in reduction.counted}
         try:
             encoded = sums.finish(
-                chosen, reduction.total_share, lambda key: self._spool.read(self._payloads[(task.shard, key)])
+                chosen,
+                reduction.total_share,
+                lambda key: self._spool.read(self._payloads[(task.shard, key)]),
+                reduction.effective_steps,
             )
         except BlobMissing:
             return None

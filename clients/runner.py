@@ -491,7 +491,8 @@ class ClientRunner:
         feedback = None
         if codec.feedback_decay is not None:
             feedback = ErrorFeedback(schema, codec, outbox.standing, outbox.read, outbox.put)
-        encoded = encode_delta(schema, codec.name, delta, feedback)
+        steps = self.replica.federation.steps_counted(result.local_steps)
+        encoded = encode_delta(schema, codec.name, delta, feedback, steps)
         if feedback and feedback.lost:
             self._tell_later(fx.Tell("residual lost", {"shards": len(feedback.lost)}, warning=True))
         return ev.Trained(

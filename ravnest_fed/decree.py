@@ -50,7 +50,7 @@ def count(federation: Federation, head: Head, manifest: Manifest, manifest_hash:
     weight = weigh(
         manifest.num_examples,
         federation.max_examples,
-        strategy.weighting,
+        federation.weighting,
         manifest.norm,
         head.clip_bound,
         strategy.max_weight,
@@ -63,6 +63,7 @@ def count(federation: Federation, head: Head, manifest: Manifest, manifest_hash:
         weight.share,
         manifest.norm,
         manifest.max_abs,
+        federation.steps_counted(manifest.local_steps),
     )
 
 
@@ -74,7 +75,8 @@ def reduction_of(federation: Federation, head: Head, counted: Iterable[Counted])
         maxima = [one.max_abs for one in ordered]
         scale = choose_scale_bits(maxima, federation.limits.max_contributions)
     total = sum(one.share for one in ordered)
-    return Reduction(head.server_round + 1, head.commit_hash, ordered, total, scale)
+    steps = sum(one.share * one.steps for one in ordered)
+    return Reduction(head.server_round + 1, head.commit_hash, ordered, total, scale, steps)
 
 
 def weighted_means(evaluations: Sequence[Evaluation]) -> dict[str, float]:
@@ -152,6 +154,7 @@ def draft(
         state_hash=b"",
         stop=stop_reason(federation, reduction.server_round, metrics, date_reached),
         change=change,
+        total_steps=reduction.total_steps,
     )
 
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from ravnest_fed import codecs
 from ravnest_fed.aggregation.norms import combine, square_sum
 from ravnest_fed.aggregation.reduce import BUFFER_CODEC
@@ -27,9 +29,12 @@ class Feedback(Protocol):
         """The shard's payload decodes to `decoded`."""
 
 
-def encode_delta(schema: Schema, codec_name: str, delta: ModelState, feedback: Feedback | None = None) -> EncodedDelta:
+def encode_delta(
+    schema: Schema, codec_name: str, delta: ModelState, feedback: Feedback | None = None, steps: int = 1
+) -> EncodedDelta:
     """Encode `delta` (base minus local vector, local minus base counters), parameters by way of `feedback`.
 
+    Parameters are divided by `steps` first, in float32: see `Federation.steps_counted`. Buffers and counters are not.
     Raises PayloadError for what cannot be encoded.
     """
     codec = codecs.get(codec_name)
@@ -41,6 +46,8 @@ def encode_delta(schema: Schema, codec_name: str, delta: ModelState, feedback: F
             payloads.append(BUFFER_CODEC.encode(delta.vector[shard.start : shard.stop]))
         else:
             values = delta.vector[shard.start : shard.stop]
+            if steps != 1:
+                values = values / np.float32(steps)
             wanted = values if feedback is None else feedback.wanted(shard, values)
             payload = codec.encode(wanted)
             payloads.append(payload)

@@ -148,7 +148,10 @@ class RosterChange(_Fact, frozen=True):
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True):
-    """One contribution that a round counts. The mean is the sum of weight * delta over the sum of shares."""
+    """One contribution that a round counts. The mean is the sum of weight * delta over the sum of shares.
+
+    `steps` is what the client divided its parameters by: its local steps where the strategy normalises them, else 1.
+    """
 
     client: str
     sequence: int
@@ -157,6 +160,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True):
     share: int
     norm: float
     max_abs: float
+    steps: int = 1
 
 
 class Body(_Fact, frozen=True):
@@ -165,7 +169,8 @@ class Body(_Fact, frozen=True):
     `metrics` are the example-weighted means of what clients measured on the parent's model. `evidence` is the blob with
     the signed manifests and evaluations. `owners` (roster indices by shard), `next_scale_bits` and `next_clip_bound`
     (infinite: no clipping) rule the next round. `stop` is empty, or says why training ends here. `change` is a change of the
-    roster, in force from the next round on.
+    roster, in force from the next round on. `total_steps` is the sum of share * steps: over `total_share`, it is the number
+    of effective steps that multiplies the mean of the parameters.
     """
 
     federation: bytes
@@ -184,6 +189,7 @@ class Body(_Fact, frozen=True):
     state_hash: bytes
     stop: str
     change: Signed | None = None
+    total_steps: int = 0
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True):
@@ -208,6 +214,12 @@ class Reduction(msgspec.Struct, frozen=True, array_like=True):
     counted: tuple[Counted, ...]
     total_share: int
     scale_bits: int
+    total_steps: int
+
+    @property
+    def effective_steps(self) -> float:
+        """What the mean of the parameters is multiplied by: the mean of `steps`, weighted by shares; 1 without them."""
+        return self.total_steps / self.total_share
 
 
 Fact = WorkOrder | Manifest | Evaluation | Receipt | Inventory | Vote | RosterChange

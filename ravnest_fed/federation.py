@@ -62,6 +62,9 @@ class General(_Table, frozen=True, kw_only=True):
 class Strategy(_Table, frozen=True, kw_only=True):
     """How contributions become an update. `clip_factor` times the running median norm bounds a contribution; 0: off.
 
+    With `normalization` "fednova" the mean is over deltas a step, times the mean of the steps: who made more steps does
+    not pull the model its way. Wang et al., "Tackling the objective inconsistency problem" (2020).
+
     `proximal` is FedProx's mu: how strongly local training is held to the base.
     """
 
@@ -71,7 +74,8 @@ class Strategy(_Table, frozen=True, kw_only=True):
     nesterov: bool = False
     beta2: float = outer.BETA2
     epsilon: float = outer.EPSILON
-    weighting: Literal["examples", "equal"] = "examples"
+    normalization: Literal["fednova", "none"] = "fednova"
+    weighting: Literal["auto", "examples", "equal"] = "auto"
     clip_factor: float = 4.0
     norm_history: int = 64
     max_weight: int = 65536
@@ -236,6 +240,19 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
         return outer.get(
             chosen.name, chosen.learning_rate, chosen.momentum, chosen.nesterov, chosen.beta2, chosen.epsilon
         )
+
+    @property
+    def weighting(self) -> Literal["examples", "equal"]:
+        """What a contribution's share follows. Normalised deltas count equally unless the file says otherwise: by the
+        examples that went through, faster machines' data would weigh more again."""
+        chosen = self.strategy.weighting
+        if chosen == "auto":
+            return "equal" if self.strategy.normalization == "fednova" else "examples"
+        return chosen
+
+    def steps_counted(self, local_steps: int) -> int:
+        """What a client divides its parameters' delta by, before any residual is added."""
+        return local_steps if self.strategy.normalization == "fednova" else 1
 
     @property
     def majority(self) -> int:

@@ -310,6 +310,7 @@ def decide(
             federation.limits.max_contributions,
             codecs.get(federation.codec_up(reduction.server_round)),
             codecs.get(federation.codecs.down),
+            reduction.effective_steps,
         )
         for shard in federation.schema.shards
     )

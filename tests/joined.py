@@ -294,7 +294,8 @@ class JoinedClient:
         assert self.order is not None
         federation = self.joined.federation
         order = decode(WorkOrder, self.order.payload)
-        encoded = encode_delta(federation.schema, order.codec, state)
+        steps = federation.steps_counted(int(changes.get("local_steps", order.local_steps)))  # type: ignore[call-overload]
+        encoded = encode_delta(federation.schema, order.codec, state, steps=steps)
         refs = [self.outbox.put(payload) for payload in encoded.payloads]
         self.sequence += 1
         fields: dict[str, object] = {

@@ -75,6 +75,7 @@ TAMPERED: list[tuple[str, Any, str]] = [
     ("counted", (*BODY.counted, BODY.counted[-1]), "other contributions than its evidence"),
     ("counted", BODY.counted[::-1], "is weighed wrongly"),
     ("total_share", BODY.total_share + 1, "total_share is not"),
+    ("total_steps", BODY.total_steps + 1, "total_steps is not"),
     ("scale_bits", BODY.scale_bits - 1, "scale_bits is not"),
     ("evidence", BlobRef.of(b"other"), "another hash"),
     ("metrics", {"loss": 1.0}, "metrics is not"),

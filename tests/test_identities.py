@@ -44,8 +44,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_one_client_with_fedavg_equals_local_training(tmp_path: Path) -> None:
-    """To one ulp of the larger of base and result, plus the fixed-point step: fp32, learning rate 1, no clipping."""
+@pytest.mark.parametrize("normalization", ["none", "fednova"])
+def test_one_client_with_fedavg_equals_local_training(normalization: str, tmp_path: Path) -> None:
+    """To one ulp of the larger of base and result, plus the fixed-point step: fp32, learning rate 1, no clipping.
+
+    Dividing by the steps and multiplying by them again costs an ulp of the delta more.
+    """
     (tmp_path / "recipe.py").write_text(RECIPE)
     loaded = load_recipe(tmp_path / "recipe.py")
     model = loaded.build_model(0)
@@ -54,7 +58,7 @@ def test_one_client_with_fedavg_equals_local_training(tmp_path: Path) -> None:
         1,
         1,
         codecs={"up": "fp32", "down": "fp32"},
-        strategy={"clip_factor": 0.0},
+        strategy={"clip_factor": 0.0, "normalization": normalization},
         rounds={"local_steps": 5},
         schema=schema,
     )
@@ -83,6 +87,8 @@ def test_one_client_with_fedavg_equals_local_training(tmp_path: Path) -> None:
         expected = before - kept.delta_vector
         after = joined.brokers["b1"].replica.state.vector
         bound = np.spacing(np.maximum(np.abs(before), np.abs(after))) + 2.0**-body.scale_bits
+        if normalization == "fednova":
+            bound += np.spacing(np.abs(kept.delta_vector)) + (order.local_steps - 1) * 2.0**-body.scale_bits
         assert np.all(np.abs(after - expected) <= bound)
         assert not np.array_equal(after, before)
         np.testing.assert_array_equal(result.delta_vector, kept.delta_vector)

@@ -3,6 +3,7 @@
 from itertools import permutations
 from typing import Any
 
+from collections.abc import Mapping
 import msgspec
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ravnest_fed.replica import Replica
 from tests.building import Contribution, Decided, Tiny, contribution, decide, delta, tiny
 
 SETTINGS = {"up": "fp32", "down": "int8", "strategy.name": "fedavgm", "momentum": "0.5", "warmup_rounds": "0"}
+BY_EXAMPLES = {"weighting": "examples", "normalization": "none"}
 PARAMETERS, BUFFERS, COUNTERS = 0, 3, 4
 """Indices of the first shard of each kind."""
 
@@ -29,8 +31,8 @@ PARAMETERS, BUFFERS, COUNTERS = 0, 3, 4
 class Bench:
     """A workbench at the head of a federation that talks in fp32, with what it reads and writes."""
 
-    def __init__(self, codec: str = "fp32") -> None:
-        self.one: Tiny = tiny(settings={**SETTINGS, "up": codec})
+    def __init__(self, codec: str = "fp32", settings: Mapping[str, str] | None = None) -> None:
+        self.one: Tiny = tiny(settings={**SETTINGS, "up": codec, **(settings or {})})
         self.replica: Replica = self.one.replica()
         self.store, self.spool = MemoryBlobs(), MemoryBlobs()
         self.bench = Workbench(self.replica, self.store, self.spool)
@@ -191,11 +193,20 @@ def test_sums_of_another_round_or_scale_are_not_carried_over(server_round: int, 
 
 
 def test_a_mean_is_the_weighted_mean_of_the_deltas() -> None:
-    bench = Bench()
+    bench = Bench(settings=BY_EXAMPLES)
     made = [bench.contribution(0, num_examples=2), bench.contribution(1, num_examples=6)]
     decoded = codecs.get("int8").decode(bench.reduce(made, 0), 4096)
     parts = [delta(bench.one.federation.schema, member).vector[:4096].astype(np.float64) for member in range(2)]
     exact = (2 * parts[0] + 6 * parts[1]) / 8
+    assert np.abs(decoded - exact).max() <= np.abs(exact).max() / 127
+
+
+def test_a_mean_of_deltas_a_step_is_multiplied_by_the_mean_of_the_steps() -> None:
+    bench = Bench()
+    made = [bench.contribution(0, local_steps=1), bench.contribution(1, local_steps=9)]
+    decoded = codecs.get("int8").decode(bench.reduce(made, 0), 4096)
+    parts = [delta(bench.one.federation.schema, member).vector[:4096].astype(np.float64) for member in range(2)]
+    exact = 5 * (parts[0] + parts[1]) / 2
     assert np.abs(decoded - exact).max() <= np.abs(exact).max() / 127
 
 

@@ -104,15 +104,15 @@ class Accumulator:
         weighted = self._weighted(values, weight, start, places)
         self._sum[_indices(values, start, places)] -= weighted
 
-    def mean(self, total_weight: int) -> Float32:
-        """float32(float64(sum) / float64(total_weight) / 2^S) of every value; magnitudes of at most 2^-126 become +0.
+    def mean(self, total_weight: int, factor: float = 1.0) -> Float32:
+        """float32(float64(sum) / float64(total_weight) / 2^S * factor) of every value; magnitudes of at most 2^-126 become +0.
 
         A sum past 2^53 is rounded as it becomes float64. That and each later step is one correctly rounded operation,
         so the result is the same everywhere.
         """
         means = np.empty(self.count, np.float32)
         for start, stop in slices(self.count):
-            means[start:stop] = _divide(self.sums(start, stop), total_weight, self.scale_bits)
+            means[start:stop] = _divide(self.sums(start, stop), total_weight, self.scale_bits, factor)
         return means
 
     def sums(self, start: int, stop: int) -> Float64:
@@ -178,11 +178,13 @@ def _indices(values: Float32, start: int, places: Int64 | None) -> slice | Int64
     return slice(start, start + values.size) if places is None else places + start
 
 
-def _divide(exact: Float64, total_weight: int, scale_bits: int) -> Float32:
+def _divide(exact: Float64, total_weight: int, scale_bits: int, factor: float = 1.0) -> Float32:
     if total_weight <= 0:
         raise LocalProtocolError(f"a mean over a total weight of {total_weight} is not defined")
     exact /= np.float64(total_weight)
     exact *= np.float64(math.ldexp(1.0, -scale_bits))
+    if factor != 1.0:
+        exact *= np.float64(factor)
     means = exact.astype(np.float32)
     flush_tiny(means)
     return means

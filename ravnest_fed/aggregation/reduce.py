@@ -97,10 +97,13 @@ class ShardAccumulator:
             self._clear()
             raise
 
-    def finish(self, chosen: Mapping[bytes, Weight], total_share: int, read: ReadPayload) -> bytes:
+    def finish(
+        self, chosen: Mapping[bytes, Weight], total_share: int, read: ReadPayload, effective_steps: float = 1.0
+    ) -> bytes:
         """The encoded mean over exactly the contributions `chosen`; the sums hold them afterwards, and no other.
 
-        The mean is the sum of weight * value over `total_share`, the sum of the shares. Payloads are read where one is
+        The mean is the sum of weight * value over `total_share`, the sum of the shares; of parameters, times
+        `effective_steps` (FedNova). Payloads are read where one is
         missing or too many. Raises PayloadError if a chosen one is damaged, and what `read` raises for one.
         """
         if not chosen:
@@ -125,6 +128,8 @@ class ShardAccumulator:
             if contribution not in self._held:
                 self.add(contribution, read(contribution), weight)
         assert self._sums is not None
+        if isinstance(self._sums, Accumulator):
+            return self._codec_down.encode(self._sums.mean(total_share, effective_steps))
         return self._codec_down.encode(self._sums.mean(total_share))
 
     def _empty(self) -> Accumulator | SplitAccumulator | None:
@@ -158,7 +163,8 @@ def reduce_shard(
     max_contributions: int,
     codec_up: Codec,
     codec_down: Codec,
+    effective_steps: float = 1.0,
 ) -> bytes:
     """The encoded mean of a shard of `count` values over a whole set at once; see `ShardAccumulator` for its terms."""
     sums = ShardAccumulator(kind, count, scale_bits, max_contributions, codec_up, codec_down)
-    return sums.finish(contributions, total_share, read)
+    return sums.finish(contributions, total_share, read, effective_steps)

@@ -206,7 +206,8 @@ class SimulatedClient:
         delta.vector[: schema.parameter_count] = np.random.default_rng(seed).standard_normal(
             schema.parameter_count, np.float32
         )
-        encoded = encode_delta(schema, order.codec, delta)
+        steps = self.world.federation.steps_counted(order.local_steps)
+        encoded = encode_delta(schema, order.codec, delta, steps=steps)
         return ev.Trained(
             order.base_round,
             tuple(self.outbox.put(payload) for payload in encoded.payloads),
