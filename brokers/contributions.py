@@ -8,6 +8,7 @@ from ravnest_fed.federation import Federation
 from ravnest_fed.hashing import digest
 from ravnest_fed.head import Head, balanced_owners
 from ravnest_fed.identity import Signed
+from ravnest_fed.manifests import still_countable
 
 MAX_INLINE_TOTAL = 2**18
 """Most bytes of blobs that ride along in one announcement."""
@@ -23,6 +24,11 @@ class Contribution:
     shards: tuple[BlobRef, ...]
     home: str
     counted: Counted
+
+    def is_another(self, manifest: Manifest) -> bool:
+        """Whether `manifest` is the client's next work, made on another base: no second delta in the place of this one."""
+        own = self.manifest
+        return own.sequence != manifest.sequence and own.base_round != manifest.base_round
 
 
 class Contributions:
@@ -115,6 +121,10 @@ class Contributions:
         """The brokers that hold a shard of a contribution."""
         by_node = self._holders.get(manifest_hash, {})
         return tuple(node for node, shards in by_node.items() if shard in shards)
+
+    def uncounted(self, head: Head) -> tuple[Contribution, ...]:
+        """Those that the commit of `head` did not count, and that a round on top of it may."""
+        return tuple(one for one in self._by_hash.values() if still_countable(self._federation, head, one.manifest))
 
     def at_home(self, node_id: str) -> tuple[Contribution, ...]:
         """The contributions whose home is `node_id`."""

@@ -47,7 +47,7 @@ from brokers.events import (
 )
 from brokers.intake import Intake
 from brokers.orders import WorkOrders
-from brokers.pace import Pace
+from brokers.pace import Latecomers, Pace
 from brokers.room import Room
 from brokers.round import OpenRound
 from brokers.sessions import Session, Sessions
@@ -60,6 +60,7 @@ from ravnest_fed.hashing import digest
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import Admitted, VoteRecord
+from ravnest_fed.manifests import still_countable
 from ravnest_fed.messages import (
     PROTOCOL_VERSION,
     Announcement,
@@ -81,6 +82,7 @@ from ravnest_fed.messages import (
     Skip,
     Waiting,
     Welcome,
+    round_of,
 )
 from ravnest_fed.roster import change_finding
 
@@ -136,8 +138,7 @@ class BrokerCore:
         self._stopped = False
         self._change: Signed | None = None
         self._room = Room(federation.schema.vector_size)
-        self._late: set[str] = set()
-        self._before_began: float | None = None
+        self._latecomers = Latecomers(pace)
         self._greeted_at = now
         self._majority_at = now
         self._patient_until = now + STARTING_SECONDS
@@ -152,7 +153,7 @@ class BrokerCore:
         effects = self.round.start(now) + self.round.set_live(self._live(), now)
         for kept in self._admitted_before:
             manifest = open_signed(Manifest, kept.manifest, self.federation.public_key(kept.manifest.node_id))
-            if manifest is not None:
+            if manifest is not None and still_countable(self.federation, self.head, manifest):
                 effects += self.round.add_contribution(kept.manifest, manifest, kept.shards, self._me, now)
         return effects + self._settle(now)
 
@@ -234,9 +235,9 @@ class BrokerCore:
                 return self._catching.on_notice(node_id, message, self.head.server_round)
             case Goodbye():
                 return self._lose_peer(node_id, now)
-            case Announcement(manifest=signed, shards=shards):
-                return self._on_announcement(node_id, signed, shards, now)
-        about = _round_of(message)
+            case Announcement():
+                return self._on_announcement(node_id, message, now)
+        about = round_of(message)
         if about is not None and about != self.round.server_round:
             return self._about_another_round(node_id, message, about)
         return self.round.on_peer(node_id, message, now)
@@ -256,7 +257,10 @@ class BrokerCore:
             return self._ask_for_commits(node_id, True, about - 1)
         return []
 
-    def _on_announcement(self, node_id: str, signed: Signed, shards: tuple[BlobRef, ...], now: float) -> list[Effect]:
+    def _on_announcement(self, node_id: str, message: Announcement, now: float) -> list[Effect]:
+        signed, shards, about = message.manifest, message.shards, message.server_round
+        if about and about != self.round.server_round:
+            return self._about_another_round(node_id, message, about)
         manifest_hash = signed_hash(signed)
         known = self.round.contributions.get(manifest_hash)
         if known is not None:
@@ -269,7 +273,7 @@ class BrokerCore:
             opened = open_signed(Manifest, signed, self.federation.public_key(signed.node_id))
             early = opened is not None and opened.base_round == self.head.server_round + 1
             if early and len(self._early) < MAX_EARLY:
-                self._early.append((node_id, Announcement(signed, shards)))
+                self._early.append((node_id, message))
             return []
         highest = self._highest.get(manifest.client, 0)
         self._highest[manifest.client] = max(highest, manifest.sequence)
@@ -310,7 +314,9 @@ class BrokerCore:
             case Offer() if not known.operator:
                 if message.manifest.node_id != known.node_id:
                     return [SendClient(session, Refused("wrong-signature", "this is another client's contribution"))]
-                self._note_late(message.manifest, now)
+                opened = open_signed(Manifest, message.manifest, self.federation.public_key(known.node_id))
+                if opened is not None:
+                    self._latecomers.came(known.node_id, opened.base_round, now)
                 highest = self._highest_of(known.node_id)
                 return self.intake.offer(session, message, self.head, self.round.contributions, highest)
             case Skip(base_round=base_round, reason=reason):
@@ -328,15 +334,6 @@ class BrokerCore:
                 answer = SendClient(session, Goodbye("heard"))
                 return [answer, EndSession(session), *self._lose(session, now)]
         return []
-
-    def _note_late(self, signed: Signed, now: float) -> None:
-        """A contribution to the round just closed tells how long that round would have had to wait."""
-        manifest = open_signed(Manifest, signed, self.federation.public_key(signed.node_id))
-        if manifest is None or manifest.base_round != self.head.server_round - 1 or self._before_began is None:
-            return
-        if signed.node_id not in self._late:
-            self._late.add(signed.node_id)
-            self._pace.took(now - self._before_began)
 
     def _greet(self, session: str, curve_key: str, hello: Hello, now: float) -> list[Effect]:
         if self._drained_by is not None:
@@ -365,7 +362,8 @@ class BrokerCore:
         if known.operator or self.head.stop:
             return []
         contributions = self.round.contributions
-        if contributions.of_client(known.node_id) or contributions.equivocated(known.node_id):
+        done = contributions.of_client(known.node_id)
+        if (done and done.manifest.base_round == self.head.server_round) or contributions.equivocated(known.node_id):
             # A client that lost its memory would sign a second delta for the round.
             return []
         return self._orders.give(known, self.head, now)
@@ -406,7 +404,7 @@ class BrokerCore:
         while self.intake.admitted or self.round.outcome or self._catching.caught or self._catching.adopted:
             while self.intake.admitted:
                 upload = self.intake.admitted.pop()
-                if upload.manifest.base_round == self.head.server_round:
+                if still_countable(self.federation, self.head, upload.manifest):
                     self._highest[upload.manifest.client] = max(
                         self._highest.get(upload.manifest.client, 0), upload.manifest.sequence
                     )
@@ -428,33 +426,43 @@ class BrokerCore:
         seconds = now - self.round.started
         present = self.sessions.by_node.keys() - self.sessions.away()
         self._orders.closed(self.round.contributions, present, now)
-        effects: list[Effect] = [SaveCommit(commit, body, seconds), Fold(commit, body), Cache(record)]
+        head = self.head.after(body, commit.body, self.federation)
+        kept = self._kept(head)
+        effects: list[Effect] = [SaveCommit(commit, body, seconds, kept), Fold(commit, body), Cache(record)]
         effects += self._consolidation.committed(body)
         self._pace.took(seconds)
-        head = self.head.after(body, commit.body, self.federation)
-        return effects + self._begin_round(head, ref, now)
+        return effects + self._begin_round(head, ref, kept, now)
+
+    def _kept(self, head: Head) -> frozenset[bytes]:
+        """The blobs of contributions, admitted or on their way, that a round on top of `head` may still count."""
+        late = self.round.contributions.uncounted(head)
+        return frozenset(ref.hash for one in late for ref in one.shards) | self.intake.blobs_on(head)
 
     def _adopt(self, adopted: Adopted, now: float) -> list[Effect]:
         """Go on from a checkpoint, whose state was checked against its commit's votes."""
         assert adopted.head is not None
+        kept = self._kept(adopted.head)
         record = pack(encode(adopted.commit))
         self._consolidation.adopted(adopted.server_round, adopted.checkpoint)
         effects: list[Effect] = [
-            SaveAdopted(adopted.commit, adopted.server_round, adopted.checkpoint),
+            SaveAdopted(adopted.commit, adopted.server_round, adopted.checkpoint, kept),
             TakeUp(adopted.server_round),
             Cache(record),
             Say("checkpoint taken up", {"round": adopted.server_round}),
         ]
-        return effects + self._begin_round(adopted.head, BlobRef.of(record), now)
+        return effects + self._begin_round(adopted.head, BlobRef.of(record), kept, now)
 
-    def _begin_round(self, head: Head, ref: BlobRef, now: float) -> list[Effect]:
-        """The round after `head` begins; `ref` is the record of the head's commit."""
-        # Contributions that are still on their way were made on the base that is left now.
-        effects: list[Effect] = [Abandon("spool")]
-        self._before_began, self._late = self.round.started, set()
+    def _begin_round(self, head: Head, ref: BlobRef, kept: frozenset[bytes], now: float) -> list[Effect]:
+        """The round after `head` begins; `ref` is the record of the head's commit.
+
+        Contributions that are still on their way were made on a base that is left now; the blobs `kept` may still count.
+        """
+        effects: list[Effect] = [Abandon("spool", kept)]
+        late = self.round.contributions.at_home(self._me)
+        self._latecomers.closed(self.head.server_round, self.round.started)
         self.head = head
         effects += self._follow_roster()
-        self.intake.forget_before(self.head.server_round)
+        self.intake.forget_before(self.head)
         self.sessions.new_round()
         self._catching.moved_on()
         self.round = OpenRound(
@@ -470,6 +478,9 @@ class BrokerCore:
         effects += self.round.start(now)
         effects += self.round.set_live(self._live(), now)
         effects += self._presence_changed(now)
+        for one in late:
+            if still_countable(self.federation, self.head, one.manifest):
+                effects += self.round.add_contribution(one.signed, one.manifest, one.shards, self._me, now)
         early, self._early = self._early, []
         for node_id, message in early:
             effects += self._on_peer(node_id, message, now)
@@ -586,12 +597,3 @@ class BrokerCore:
 
     def _to_peers(self, message: Message) -> list[Effect]:
         return [SendPeer(node, message) for node in sorted(self._peers)]
-
-
-def _round_of(message: Message) -> int | None:
-    """The round that a broker's message is about, where it is about one."""
-    reduction = getattr(message, "reduction", None)
-    if reduction is not None:
-        return int(reduction.server_round)
-    server_round = getattr(message, "server_round", None)
-    return None if server_round is None else int(server_round)

@@ -51,9 +51,10 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Stop fetching into a store, and forget what lies there in part: a commit has made it pointless."""
+    """Stop fetching into a store all but `keep`, and forget what lies there in part: a commit has made it pointless."""
 
     into: Store
+    keep: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,15 @@ class SaveEvaluation:
 
 @dataclass(frozen=True)
 class SaveCommit:
-    """Append a commit to the ledger, and drop what the closed round needed. `seconds` the round took."""
+    """Append a commit to the ledger, and drop what the closed round needed. `seconds` the round took.
+
+    The blobs `kept` stay in the spool: a later round may count what they belong to.
+    """
 
     commit: Commit
     body: Body
     seconds: float
+    kept: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -179,11 +184,12 @@ class Adopt:
 
 @dataclass(frozen=True)
 class SaveAdopted:
-    """Let a checkpoint and its commit stand in the ledger for everything before."""
+    """Let a checkpoint and its commit stand in the ledger for everything before. The blobs `kept` stay in the spool."""
 
     commit: Commit
     server_round: int
     checkpoint: BlobRef
+    kept: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -68,14 +68,16 @@ class Fetching:
             if not running.finishing:
                 self._apply(self._downloads.start(ref, list(effect.donors), time.monotonic()))
 
-    def abandon(self, into: Store) -> None:
-        """Stop fetching into a store, and forget what of earlier fetches lies there in part."""
+    def abandon(self, into: Store, keep: frozenset[bytes]) -> None:
+        """Stop fetching into a store all but `keep`, and forget what of earlier fetches lies there in part."""
         for blob, running in list(self._fetches.items()):
+            if blob in keep:
+                continue
             running.wanted.discard(into)
             if not running.wanted and not running.finishing:
                 self._forget(blob, self._fetches.pop(blob).first)
         for blob, first in list(self._interrupted.items()):
-            if first == into:
+            if first == into and blob not in keep:
                 self._forget(blob, self._interrupted.pop(blob))
 
     def _forget(self, blob: bytes, first: Store) -> None:

@@ -11,6 +11,7 @@ from ravnest_fed.facts import BlobRef, Manifest, Receipt, sign, signed_hash
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
+from ravnest_fed.manifests import still_countable
 from ravnest_fed.messages import Offer, Reason, ReceiptNotice, Refused
 
 MAX_UPLOADS_OF_A_CLIENT = 2
@@ -57,6 +58,11 @@ class Intake:
         try:
             floor = 0 if earlier else highest_sequence
             manifest = check_manifest(self._federation, head, offer.manifest, offer.shards, floor)
+            if same is None and earlier is not None and earlier.is_another(manifest):
+                raise AdmissionRefused(
+                    Reason.EARLIER_WAITS,
+                    f"the contribution based on round {earlier.manifest.base_round} waits to be counted first",
+                )
             # One that another broker announced is taken in full: that broker may be gone with the only copy.
             if (earlier is not None and same is None) or known.equivocated(manifest.client):
                 raise AdmissionRefused(
@@ -111,7 +117,7 @@ class Intake:
         if upload is None:
             return []
         reason, text = event.reason, event.text
-        if not reason and upload.manifest.base_round != head.server_round:
+        if not reason and not still_countable(self._federation, head, upload.manifest):
             reason, text = Reason.OUT_OF_DATE, "the round was closed while the contribution was on its way"
         if reason:
             return self._refuse(upload.session, event.manifest_hash, reason, text, upload.manifest.client)
@@ -121,10 +127,15 @@ class Intake:
             SendClient(upload.session, self._receipt(event.manifest_hash)),
         ]
 
-    def forget_before(self, base_round: int) -> None:
-        """A commit made uploads on older bases pointless."""
-        for key in [key for key, one in self._uploads.items() if one.manifest.base_round < base_round]:
-            if self._uploads[key].missing:
+    def blobs_on(self, head: Head) -> set[bytes]:
+        """The shards of the uploads under way that a round on top of `head` may still count."""
+        going = [one for one in self._uploads.values() if still_countable(self._federation, head, one.manifest)]
+        return {ref.hash for one in going for ref in one.shards}
+
+    def forget_before(self, head: Head) -> None:
+        """The commit of `head` made uploads pointless that no round on top of it may count."""
+        for key, one in list(self._uploads.items()):
+            if one.missing and not still_countable(self._federation, head, one.manifest):
                 del self._uploads[key]
 
     def _receipt(self, manifest_hash: bytes) -> ReceiptNotice:

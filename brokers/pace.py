@@ -46,5 +46,27 @@ class Pace:
             at = started + middle + SPREADS * max(spread, LEAST_SPREAD * middle)
         else:
             at = minimum_since + training_seconds
+        if rounds.mode == "asynchronous":
+            # Nobody in particular is waited for, so nothing but a number that does not come is cut short.
+            return minimum_since + rounds.max_grace_seconds
         least, most = minimum_since + rounds.min_grace_seconds, minimum_since + rounds.max_grace_seconds
         return min(max(at, least), most)
+
+
+class Latecomers:
+    """Whose contributions to the round just closed came late: so long that round would have had to wait."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._known: set[str] = set()
+        self._closed: tuple[int, float] | None = None
+
+    def closed(self, base_round: int, began: float) -> None:
+        """The round on top of `base_round`, which had begun at `began`, has ended."""
+        self._closed, self._known = (base_round, began), set()
+
+    def came(self, client: str, base_round: int, now: float) -> None:
+        """A client offers work done on `base_round`."""
+        if self._closed is not None and self._closed[0] == base_round and client not in self._known:
+            self._known.add(client)
+            self._pace.took(now - self._closed[1])

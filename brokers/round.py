@@ -29,6 +29,7 @@ from brokers.effects import (
 from brokers.events import Examined, Fetched, Missed, Previewed, Reduced
 from brokers.pace import Pace
 from brokers.supply import Supply
+from brokers.view_time import ViewTime
 from ravnest_fed.aggregation.weighting import Weight
 from ravnest_fed.decree import draft, evidence_for, reduction_of
 from ravnest_fed.errors import RavnestError, RemoteProtocolError
@@ -48,7 +49,7 @@ from ravnest_fed.facts import (
     sign,
 )
 from ravnest_fed.federation import Federation
-from ravnest_fed.hashing import blob_hash, digest
+from ravnest_fed.hashing import blob_hash
 from ravnest_fed.head import Head, balanced_owners
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.ledger import VoteRecord
@@ -66,9 +67,6 @@ from ravnest_fed.messages import (
     VoteNotice,
 )
 from ravnest_fed.roster import roster_with
-
-VIEW_SECONDS = 4.0
-MAX_VIEW_SECONDS = 60.0
 
 
 class OpenRound:
@@ -112,8 +110,7 @@ class OpenRound:
         self._unsound: set[bytes] = set()
         self._examining: set[bytes] = set()
         self._decided: paxos.Decided | None = None
-        self._view_deadline: float | None = None
-        self._view_changes = 0
+        self._view_time = ViewTime(self._me, self.server_round)
 
         self._plan: PlanNotice | None = None
         self._planned_view = -1
@@ -137,7 +134,7 @@ class OpenRound:
             ref = BlobRef.of(voted)
             self._supply.load(ref.hash, voted)
             self._considering = (-1, ref, ())
-            self._start_view_time(now)
+            self._view_time.start(now)
             effects.append(Cache(voted))
         return effects + self._carry(self._agreement.start(), now)
 
@@ -162,8 +159,13 @@ class OpenRound:
     def add_contribution(
         self, signed: Signed, manifest: Manifest, shards: tuple[BlobRef, ...], home: str, now: float
     ) -> list[Effect]:
-        """A contribution was admitted here or at another broker; its owner's shards are fetched."""
+        """A contribution was admitted here or at another broker; its owner's shards are fetched.
+
+        While an earlier one of the client waits to be counted, the next one is left aside.
+        """
         known = self.contributions.of_client(manifest.client)
+        if known is not None and known.is_another(manifest):
+            return []
         contribution = self.contributions.add(signed, manifest, shards, home)
         effects: list[Effect] = []
         if known is not None and known.manifest_hash != contribution.manifest_hash:
@@ -171,7 +173,7 @@ class OpenRound:
                 effects.append(SaveEquivocation(manifest.client, self.head.server_round, known.signed, signed))
             self.contributions.mark_equivocator(manifest.client)
         if home == self._me:
-            effects += self._to_all(Announcement(signed, lightened(shards)))
+            effects += self._to_all(Announcement(signed, lightened(shards), self.server_round))
             for ref in shards:
                 self._supply.add(ref.hash, "spool")
         mine = [shard for shard, owner in enumerate(self.head.owners) if self.federation.roster[owner] == self._me]
@@ -201,7 +203,7 @@ class OpenRound:
             case Refusal(promised=promised):
                 effects = self._carry(self._agreement.on_refusal(promised), now)
             case Propose(view=view, body=ref):
-                self._progress(now)
+                self._view_time.progress(now)
                 effects = self._carry(self._agreement.on_propose(node_id, view, ref), now)
             case VoteNotice(vote=signed):
                 effects = self._carry(self._agreement.on_vote(signed), now)
@@ -212,7 +214,8 @@ class OpenRound:
     def introduce(self, node_id: str) -> list[Effect]:
         """Tell one broker everything about this round that it may have missed."""
         effects: list[Effect] = [
-            SendPeer(node_id, Announcement(one.signed, one.shards)) for one in self.contributions.at_home(self._me)
+            SendPeer(node_id, Announcement(one.signed, one.shards, self.server_round))
+            for one in self.contributions.at_home(self._me)
         ]
         holdings = self.contributions.holdings_of(self._me)
         for start in range(0, len(holdings), 256):
@@ -229,7 +232,7 @@ class OpenRound:
     def on_fetched(self, event: Fetched, now: float) -> list[Effect]:
         """A blob that was asked for is here."""
         self._supply.arrived(event)
-        self._progress(now)
+        self._view_time.progress(now)
         effects: list[Effect] = []
         arriving = self._arriving.pop(event.blob, []) if event.into == "spool" else []
         for manifest_hash, shard in arriving:
@@ -267,7 +270,7 @@ class OpenRound:
         if self._free_view is None or self._free_view != self._agreement.view:
             return []
         view, self._free_view = self._free_view, None
-        self._progress(now)
+        self._view_time.progress(now)
         return [Cache(raw), *self._carry(self._agreement.propose(view, raw), now), *self.advance(now)]
 
     def on_examined(self, event: Examined, now: float) -> list[Effect]:
@@ -277,7 +280,7 @@ class OpenRound:
             self._unsound.add(body_hash(event.raw))
             return [Say("body refused", {"round": self.server_round, "finding": event.finding}, warning=True)]
         self._sound[body_hash(event.raw)] = event.raw
-        self._progress(now)
+        self._view_time.progress(now)
         return [Cache(event.raw), *self.advance(now)]
 
     def tick(self, date_reached: bool, now: float) -> list[Effect]:
@@ -285,7 +288,7 @@ class OpenRound:
         self._date_reached = date_reached
         effects = self._pass_over_the_dead(now) + self.advance(now)
         effects += self._supply.retries(tuple(sorted(self._live - {self._me})), now)
-        if self._view_deadline is not None and now >= self._view_deadline and self.outcome is None:
+        if self._view_time.over(now) and self.outcome is None:
             effects += self._change_view(now)
         return effects
 
@@ -335,8 +338,8 @@ class OpenRound:
         effects: list[Effect] = []
         if not self.head.stop:
             ready = self.readiness(now)
-            if ready.ready and self._view_deadline is None:
-                self._start_view_time(now)
+            if ready.ready and not self._view_time.running:
+                self._view_time.start(now)
             if ready.ready and self._free_view is not None and self._planned_view < self._free_view:
                 effects += self._make_plan(self._free_view, now)
             effects += self._reduce()
@@ -372,7 +375,7 @@ class OpenRound:
         ):
             return []
         self._plan = plan
-        self._progress(now)
+        self._view_time.progress(now)
         return []
 
     def _reduce(self) -> list[Effect]:
@@ -529,8 +532,7 @@ class OpenRound:
         view = self._agreement.view + 1
         while self._agreement.proposer(view) not in self._live:
             view += 1
-        self._view_changes += 1
-        self._progress(now)
+        self._view_time.changed(now)
         said = Say("view changed", {"round": self.server_round, "view": view}, warning=True)
         return [said, *self._enter(view, now)]
 
@@ -547,19 +549,6 @@ class OpenRound:
         self._bound = None
         effects = self._carry(self._agreement.enter(view), now)
         return effects + self._carry(self._agreement.ask_again(), now)
-
-    def _progress(self, now: float) -> None:
-        """Something moved: the view's time, where it runs, begins anew."""
-        if self._view_deadline is not None:
-            self._start_view_time(now)
-
-    def _start_view_time(self, now: float) -> None:
-        """Give the view its time. Jitter is a hash, so that a replay gives the same times."""
-        span = min(VIEW_SECONDS * 2.0 ** min(self._view_changes, 8), MAX_VIEW_SECONDS)
-        salt = digest(
-            "view jitter", self._me.encode(), self.server_round.to_bytes(8, "little"), bytes([self._view_changes % 256])
-        )
-        self._view_deadline = now + span * (1.0 + salt[0] / 512.0)
 
     # --- small things ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class BrokerServer:
             self.identity,
             head,
             self.ledger.vote_record(head.server_round + 1),
-            self.ledger.contributions(head.server_round),
+            self.ledger.contributions(head.server_round - self.federation.rounds.max_staleness),
             self.ledger.evaluations(head.server_round),
             {member: self.ledger.highest_sequence(member) for member in self.federation.member_by_id},
             self._welcome,
@@ -347,19 +347,24 @@ class BrokerServer:
                 self.ledger.save_equivocation(client, base_round, first, second)
             case fx.SaveEvaluation(server_round, client, signed):
                 self.ledger.save_evaluation(server_round, client, signed)
-            case fx.SaveCommit(commit, body, seconds):
+            case fx.SaveCommit(commit, body, seconds, kept):
                 row = self.bench.row(body, seconds)
                 row = msgspec.structs.replace(row, bytes_up=self._up[row.server_round])
                 self.ledger.save_commit(commit, row)
                 self.ledger.save_bytes_down(row.server_round - 1, self._down[row.server_round - 1])
                 self._forget_bytes(row.server_round - 1)
-                self.ledger.spool.retain(self.ledger.drop_contributions(body.server_round))
+                counted = [one.manifest_hash for one in body.counted]
+                self._tidy_spool(body.server_round, counted, kept)
             case fx.SaveCheckpoint(server_round, ref, keep):
                 self.ledger.save_checkpoint(server_round, ref, keep)
                 self.ledger.sweep(self._welcome)
-            case fx.SaveAdopted(commit, server_round, ref):
+            case fx.SaveAdopted(commit, server_round, ref, kept):
                 self.ledger.adopt_checkpoint(commit, server_round, ref)
-                self.ledger.spool.retain(self.ledger.drop_contributions(server_round))
+                self._tidy_spool(server_round, (), kept)
+
+    def _tidy_spool(self, head_round: int, counted: Iterable[bytes], kept: frozenset[bytes]) -> None:
+        oldest = head_round - self.federation.rounds.max_staleness
+        self.ledger.spool.retain(self.ledger.drop_contributions(oldest, counted) | kept)
 
     def _carry(self, effect: fx.Effect) -> None:
         match effect:
@@ -375,8 +380,8 @@ class BrokerServer:
                 self._send_checkpoint(effect)
             case fx.Fetch():
                 self._fetching.fetch(effect)
-            case fx.Abandon(into):
-                self._fetching.abandon(into)
+            case fx.Abandon(into, keep):
+                self._fetching.abandon(into, keep)
             case fx.Cache(blob):
                 self._cache(blob)
             case fx.Fold(commit, body):

@@ -83,10 +83,16 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Train:
-    """Do the local round of this order; answered by `Trained` or `TrainingFailed`."""
+    """Do the local round of this order; answered by `Trained`, `Finished`, `Overtaken`, `Yielded` or `TrainingFailed`."""
 
     order: WorkOrder
-    signed: Signed
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Encode what was trained for this order; answered by `Trained`."""
+
+    order: WorkOrder
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ Effect = (
     | TakeUp
     | Evaluate
     | Train
+    | Encode
     | AbandonTraining
     | Keep
     | Forget

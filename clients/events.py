@@ -115,6 +115,20 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Finished:
+    """A local round is trained; it waits for `Encode`, since an earlier contribution is not settled yet."""
+
+    base_round: int
+
+
+@dataclass(frozen=True)
+class Overtaken:
+    """A local round was not begun: the replica had moved past its base already."""
+
+    base_round: int
+
+
+@dataclass(frozen=True)
 class TrainingFailed:
     """A local round gave nothing to send."""
 
@@ -161,6 +175,8 @@ Event = (
     | Folded
     | Evaluated
     | Trained
+    | Finished
+    | Overtaken
     | TrainingFailed
     | Yielded
     | Needed

@@ -6,15 +6,18 @@ from ravnest_fed.hashing import merkle_root
 from ravnest_fed.identity import Signed
 
 
-def manifest_for(order: WorkOrder, signed: Signed, done: Trained, sequence: int) -> Manifest:
-    """The manifest of what was done for `order`, which came as `signed`: the counts are those of the work done."""
+def manifest_for(order: WorkOrder, signed: Signed, done: Trained, sequence: int, max_staleness: int) -> Manifest:
+    """The manifest of what was done for `order`, which came as `signed`: the counts are those of the work done.
+
+    A round may count it until the model is `max_staleness` rounds past the one it was made on.
+    """
     return Manifest(
         federation=order.federation,
         client=order.client,
         sequence=sequence,
         base_round=order.base_round,
         base_hash=order.base_hash,
-        last_round=order.base_round + 1,
+        last_round=order.base_round + 1 + max_staleness,
         codec=order.codec,
         payload_root=merkle_root("payload", [ref.hash for ref in done.shards]),
         shard_count=len(done.shards),

@@ -101,6 +101,8 @@ class ClientRunner:
         self._dialled: dict[str, LinkBroker] = {}
         self._commits: dict[int, tuple[Commit, Body]] = {}
         self._abandoned = threading.Event()
+        self._vectors = threading.Lock()
+        self._finished: LocalResult | None = None
         self._outcome: fx.End | None = None
 
     async def run(self) -> str:
@@ -239,15 +241,16 @@ class ClientRunner:
                 self._roster.keep(brokers)
                 self._loop.call_soon(self._reconnect, brokers)
             case fx.Fold(server_round):
-                # Training reads the vectors that folding changes, so both take turns on one thread.
-                self._work(self._training, lambda: self._fold(server_round))
+                self._work(self._fold_pool, lambda: self._fold(server_round))
             case fx.TakeUp(server_round, ref):
-                self._work(self._training, lambda: self._take_up(server_round, ref))
+                self._work(self._fold_pool, lambda: self._take_up(server_round, ref))
             case fx.Evaluate(server_round):
                 self._work(self._training, lambda: self._evaluate(server_round))
             case fx.Train(order):
                 self._abandoned = abandoned = threading.Event()
                 self._work(self._training, lambda: self._train(order, abandoned))
+            case fx.Encode(order):
+                self._work(self._training, lambda: self._encode_finished(order))
             case fx.AbandonTraining():
                 self._abandoned.set()
             case fx.Keep(offer, residual):
@@ -276,6 +279,15 @@ class ClientRunner:
                     if not resumable:
                         self._blobs.discard(ref.hash)
                     self._loop.call_soon(self._handle, ev.Missed(ref.hash))
+
+    @property
+    def _fold_pool(self) -> ThreadPoolExecutor:
+        """Training reads the vectors that folding changes: they take turns, unless training has a copy of its base."""
+        return self._folding if self._max_staleness else self._training
+
+    @property
+    def _max_staleness(self) -> int:
+        return self.replica.federation.rounds.max_staleness if self.replica is not None else 0
 
     def _work(self, pool: ThreadPoolExecutor, task: Callable[[], ev.Event | None]) -> None:
         def done(future: "Future[ev.Event | None]") -> None:
@@ -373,14 +385,15 @@ class ClientRunner:
     def _fold(self, server_round: int) -> ev.Event:
         assert self.replica is not None
         commit, body = self._commits.pop(server_round)
-        self.replica.fold(body, commit.body, updates_of(body, self._blobs))
-        for ref in body.updates:
-            self._blobs.forget(ref.hash)
-        every = self.replica.federation.checkpoints.checkpoint_every
-        if every and server_round % every == 0:
-            self._keep_checkpoint()
-        self._check_progress()
-        return ev.Folded(self.replica.head)
+        with self._vectors:
+            self.replica.fold(body, commit.body, updates_of(body, self._blobs))
+            for ref in body.updates:
+                self._blobs.forget(ref.hash)
+            every = self.replica.federation.checkpoints.checkpoint_every
+            if every and server_round % every == 0:
+                self._keep_checkpoint()
+            self._check_progress()
+            return ev.Folded(self.replica.head)
 
     def _keep_checkpoint(self) -> None:
         """Write what a broker would offer to this client after a restart: it is then here already."""
@@ -400,32 +413,39 @@ class ClientRunner:
         except RavnestError as error:
             self._blobs.retain({self._initial})
             return ev.CommitRefused(str(error))
-        self.replica.take(read)
-        self._blobs.forget(ref.hash)
-        self._blobs.retain({self._initial, ref.hash})
-        self._check_progress()
-        return ev.Folded(self.replica.head)
+        with self._vectors:
+            self.replica.take(read)
+            self._blobs.forget(ref.hash)
+            self._blobs.retain({self._initial, ref.hash})
+            self._check_progress()
+            return ev.Folded(self.replica.head)
 
     def _evaluate(self, server_round: int) -> ev.Event | None:
         assert self.replica is not None and self._trainer is not None
-        if self.replica.head.server_round != server_round:
-            return None
-        if self._watch.because:
-            # Others measure the same model; what ends with this round ends here too.
-            return ev.Evaluated(server_round, {}, 0)
-        try:
-            measured = self._trainer.evaluate(self.replica.state)
-        except RavnestError as error:
-            # What the recipe cannot measure costs the numbers, not the training.
-            self._tell_later(fx.Tell("not evaluated", {"round": server_round, "reason": str(error)}, warning=True))
-            measured = None
+        with self._vectors:
+            if self.replica.head.server_round != server_round:
+                return None
+            if self._watch.because:
+                # Others measure the same model; what ends with this round ends here too.
+                return ev.Evaluated(server_round, {}, 0)
+            try:
+                measured = self._trainer.evaluate(self.replica.state)
+            except RavnestError as error:
+                # What the recipe cannot measure costs the numbers, not the training.
+                self._tell_later(fx.Tell("not evaluated", {"round": server_round, "reason": str(error)}, warning=True))
+                measured = None
         metrics, examples = measured if measured is not None else ({}, 0)
         return ev.Evaluated(server_round, metrics, examples)
 
     def _train(self, order: WorkOrder, abandoned: threading.Event) -> ev.Event | None:
         assert self.replica is not None and self._trainer is not None
-        if abandoned.is_set() or self.replica.head.server_round != order.base_round:
+        if abandoned.is_set():
             return None
+        with self._vectors:
+            if self.replica.head.server_round != order.base_round:
+                return ev.Overtaken(order.base_round)
+            # Where a round may end while this one is trained, folding must not change what it is trained on.
+            base = self.replica.state.copy() if self._max_staleness else self.replica.state
         self._trainer.repartition(
             Partition(order.partition_index, order.partition_count, self.replica.federation.federation.seed)
         )
@@ -438,15 +458,17 @@ class ClientRunner:
         try:
             result = self._trainer.local_round(
                 work,
-                self.replica.state,
+                base,
                 lambda: abandoned.is_set() or time.monotonic() > deadline,
                 boundary,
             )
-            trained = self._encode(order, result)
-            self._save_progress(order)
             if self._watch.because:
                 self._trainer.make_room()
-            return trained
+            if self._max_staleness and self._outbox.standing.offer is not None:
+                # What is owed after the earlier contribution is part of what this one sends.
+                self._finished = result
+                return ev.Finished(order.base_round)
+            return self._encoded(order, result)
         except RoundYielded:
             self._trainer.make_room()
             return ev.Yielded(order.base_round)
@@ -455,6 +477,19 @@ class ClientRunner:
                 return None
             late = RavnestError(f"the work order's {order.deadline_seconds:g} s are over", "lower rounds.local_steps")
             return ev.TrainingFailed(order.base_round, late)
+        except RavnestError as error:
+            return ev.TrainingFailed(order.base_round, error)
+
+    def _encoded(self, order: WorkOrder, result: LocalResult) -> ev.Event:
+        trained = self._encode(order, result)
+        self._save_progress(order)
+        return trained
+
+    def _encode_finished(self, order: WorkOrder) -> ev.Event:
+        result, self._finished = self._finished, None
+        assert result is not None
+        try:
+            return self._encoded(order, result)
         except RavnestError as error:
             return ev.TrainingFailed(order.base_round, error)
 

@@ -8,16 +8,12 @@ Rules:
 - nothing of a commit is folded before a majority's votes for it were checked.
 """
 
-from dataclasses import dataclass
-
-import msgspec
-
 from clients import effects as fx
 from clients import events as ev
 from clients.following import Catching, Following
+from clients.handing_in import HandingIn
 from clients.homes import Homes, turned_away
 from clients.leaving import Leaving
-from clients.manifest import manifest_for
 from clients.residual import Standing
 from clients.yielding import Yielding
 from ravnest_fed.capability import Capability
@@ -28,7 +24,7 @@ from ravnest_fed.errors import (
     RecipeMismatch,
     WrongFederation,
 )
-from ravnest_fed.facts import BlobRef, Evaluation, Manifest, Receipt, WorkOrder, decode, open_signed, sign, signed_hash
+from ravnest_fed.facts import BlobRef, Evaluation, WorkOrder, open_signed, sign
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
@@ -43,7 +39,6 @@ from ravnest_fed.messages import (
     Goodbye,
     Hello,
     Message,
-    Offer,
     OrderNotice,
     Ready,
     Reason,
@@ -65,18 +60,6 @@ MOST_FAILURES = 3
 """How many rounds in a row a recipe may fail before the client gives up."""
 
 
-@dataclass
-class _Pending:
-    """The contribution that waits to be counted."""
-
-    manifest: Manifest
-    offer: Offer
-    manifest_hash: bytes
-    sequences: tuple[int, ...]
-    receipted: bool = False
-    refused: str = ""
-
-
 class ClientSession:
     """One client's decisions. `now` is in seconds in every method."""
 
@@ -89,7 +72,6 @@ class ClientSession:
         self.federation: Federation | None = None
         self.head: Head | None = None
         self.home: str | None = None
-        self.contributions = 0
         self._recipe_hash = recipe_hash
         self._homes = Homes(link, identity.public_key, now)
         self._hello_at = now
@@ -100,13 +82,10 @@ class ClientSession:
         self._log = Following()
         self._donors: set[str] = set()
         self._order: tuple[Signed, WorkOrder] | None = None
-        self._training: int | None = None
-        self._pending: _Pending | None = None
-        if kept is not None and kept.offer is not None:
-            signed = kept.offer.manifest
-            self._pending = _Pending(decode(Manifest, signed.payload), kept.offer, signed_hash(signed), kept.sequences)
-        self._sequence = self._pending.manifest.sequence if self._pending else 0
-        self._leap = 1
+        self._training: tuple[Signed, WorkOrder] | None = None
+        self._finished = False
+        self._evaluating = -1
+        self._own = HandingIn(identity, kept)
         self._failures = 0
         self._failed_base = -1
         self._retry_at = now
@@ -124,9 +103,7 @@ class ClientSession:
         if self._leaving.reason:
             return [fx.End(self._leaving.reason)] if self._leaving.over(event, self.home, now) else []
         effects = self._take(event, now)
-        pending = self._pending
-        handed_in = pending is None or pending.receipted or bool(pending.refused)
-        if self._leaving.finishing and not self._leaving.reason and self._training is None and handed_in:
+        if self._leaving.finishing and not self._leaving.reason and self._training is None and not self._own.waits:
             effects += self._leave("leaving at the owner's wish, with the round handed in")
         return effects
 
@@ -153,9 +130,9 @@ class ClientSession:
             case ev.FederationRead(federation):
                 return self._on_federation(federation)
             case ev.Prepared(head, capability):
-                self._take_head(head)
+                self.head = head
                 self._capability = capability
-                return [fx.Evaluate(head.server_round), *self._say_capability(), *self._ready()]
+                return [*self._evaluate(), *self._say_capability(), *self._ready()]
             case ev.CommitOpened(server_round, updates):
                 return self._on_commit_opened(server_round, updates, now)
             case ev.CommitRefused(finding):
@@ -167,6 +144,10 @@ class ClientSession:
                 return self._on_evaluated(event)
             case ev.Trained():
                 return self._on_trained(event)
+            case ev.Finished(base_round):
+                return self._on_finished(base_round)
+            case ev.Overtaken(base_round):
+                return self._end_training(base_round)
             case ev.TrainingFailed(base_round, error):
                 return self._on_training_failed(base_round, error)
             case ev.Yielded(base_round):
@@ -212,6 +193,20 @@ class ClientSession:
         identity, fingerprint = self.identity.node_id, self.link.fingerprint
         return Hello(PROTOCOL_VERSION, fingerprint, identity, self._recipe_hash, server_round, guest)
 
+    @property
+    def _greeted_home(self) -> str | None:
+        """The home broker once it has answered."""
+        return self.home if self._greeted else None
+
+    @property
+    def contributions(self) -> int:
+        """How many contributions of this life a commit counted."""
+        return self._own.counted
+
+    @property
+    def _max_staleness(self) -> int:
+        return self.federation.rounds.max_staleness if self.federation is not None else 0
+
     def _lose_home(self, now: float) -> list[fx.Effect]:
         self.home = None
         self._greeted = False
@@ -245,12 +240,11 @@ class ClientSession:
         """Repeat what no answer came to; every message may be repeated. The pauses grow, and any progress ends them."""
         if self.home is None or not self._greeted or self.head is None or now < self._again_at:
             return []
-        waits = self._pending is not None and not self._pending.receipted and not self._pending.refused
         idle = self._training is None and self._log.idle
         self._again_at = now + self._again_after
         self._again_after = min(2 * self._again_after, MOST_AGAIN_SECONDS)
-        if waits:
-            return self._offer_again()
+        if self._own.waits:
+            return self._own.offer(self.home)
         return self._ready() if idle and not self.head.stop else []
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -291,17 +285,15 @@ class ClientSession:
         self._greeted = self._ever_greeted = True
         self._welcome = welcome
         self._log.heard_of(welcome.server_round)
-        self._sequence = max(self._sequence, welcome.highest_sequence)
+        self._own.go_on_above(welcome.highest_sequence)
         effects: list[fx.Effect] = [fx.Tell("connected" if first else "reconnected", {"broker": self.home})]
         effects += self._greet_others()
         if self.federation is None:
             return effects + self._want(welcome.federation_file)
         if self.head is None:
             return effects + self._want(welcome.initial_model)
-        if self._pending is not None:
-            # Another broker's receipt, or an earlier life's, is not this one's.
-            self._pending.receipted = False
-        return effects + self._say_capability() + self._ready() + self._offer_again()
+        self._own.at_another_home()
+        return effects + self._say_capability() + self._ready() + self._own.offer(self.home)
 
     def _say_capability(self) -> list[fx.Effect]:
         """Before anything is asked for: the first order goes by it."""
@@ -383,45 +375,36 @@ class ClientSession:
 
     def _fold(self, catching: Catching) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
-        if self._training is not None:
+        if self._training is not None and catching.server_round - self._training[1].base_round > self._max_staleness:
             self._training = None
             effects.append(fx.AbandonTraining())
         if catching.checkpoint is not None:
             return [*effects, fx.TakeUp(catching.server_round, catching.checkpoint)]
         return [*effects, fx.Fold(catching.server_round)]
 
-    def _take_head(self, head: Head) -> None:
-        self.head = head
-        counted = head.counted.get(self.identity.node_id)
-        if counted is not None:
-            self._sequence = max(self._sequence, counted.highest)
-
     def _on_folded(self, head: Head) -> list[fx.Effect]:
         self._log.moved_to(head.server_round)
-        self._take_head(head)
-        effects: list[fx.Effect] = []
-        pending = self._pending
-        if pending is not None and head.server_round > pending.manifest.base_round:
-            # One payload may have been signed twice: it is owed again only if no commit counted it under either sequence.
-            counted = any(head.was_counted(self.identity.node_id, one) for one in pending.sequences)
-            if counted or head.server_round >= pending.manifest.last_round:
-                effects += self._settle(head, counted)
+        self.head = head
+        effects = self._own.moved_to(head, self._greeted_home)
         following = self._follow()
         if following:
             return effects + following
         effects += self._follow_roster(head)
-        effects.append(fx.Evaluate(head.server_round))
+        if self._training is not None and head.stop:
+            self._training = None
+            effects.append(fx.AbandonTraining())
+        effects += self._encode()
+        if self._training is None:
+            effects += self._evaluate()
         ordered = self._order is not None and self._order[1].base_round >= head.server_round
         return effects + self._start_training() + ([] if ordered else self._ready())
 
-    def _settle(self, head: Head, counted: bool) -> list[fx.Effect]:
-        """What became of our contribution stands in a commit."""
-        self._pending = None
-        if counted:
-            self.contributions += 1
-            return [fx.Forget()]
-        told = fx.Tell("contribution not counted", {"round": head.server_round}, warning=True)
-        return [told, fx.Forget(counted=False)]
+    def _evaluate(self) -> list[fx.Effect]:
+        """Measure the head's model, once. Nothing is measured while a round is trained: both need the device."""
+        if self.head is None or self._evaluating >= self.head.server_round:
+            return []
+        self._evaluating = self.head.server_round
+        return [fx.Evaluate(self.head.server_round)]
 
     def _follow_roster(self, head: Head) -> list[fx.Effect]:
         """At the head of the log its roster is the one to keep lines to; those on the way there are past."""
@@ -466,14 +449,9 @@ class ClientSession:
         if self.head is not None and order.base_round < self.head.server_round:
             return []
         self._order = (signed, order)
-        pending = self._pending
-        if pending is not None and pending.manifest.base_round == order.base_round and not pending.receipted:
-            # A broker that had not reached this base when it refused shows by its order that it has now.
-            if pending.refused in ("", Reason.WRONG_BASE):
-                pending.refused = ""
-                return self._offer_again()
-            return []
-        return self._start_training()
+        # A broker that had not reached this base when it refused shows by its order that it has now.
+        anew = self._own.offer_anew(order.base_round, self._greeted_home)
+        return self._start_training() if anew is None else anew
 
     def _start_training(self) -> list[fx.Effect]:
         if self._order is None or self.head is None or self._log.folding or self._training is not None:
@@ -482,82 +460,72 @@ class ClientSession:
             return []
         signed, order = self._order
         # A contribution on a later base is an earlier life's: what became of it is known once the commits are here.
-        done = self._pending is not None and self._pending.manifest.base_round >= order.base_round
+        done = self._own.base_round >= order.base_round
         done = done or (self._failed_base == order.base_round and self._now < self._retry_at)
         if order.base_round != self.head.server_round or order.base_hash != self.head.commit_hash or done:
             return []
         if self._yielding.because:
             return self._yielding.skip(self.home if self._greeted else None, order.base_round)
-        self._training = order.base_round
+        self._training, self._finished = (signed, order), False
         told = fx.Tell("training", {"round": order.base_round + 1, "local_steps": order.local_steps})
-        return [told, fx.Train(order, signed)]
+        return [told, fx.Train(order)]
+
+    def _trains(self, base_round: int) -> bool:
+        return self._training is not None and self._training[1].base_round == base_round
+
+    def _on_finished(self, base_round: int) -> list[fx.Effect]:
+        """A local round is trained; it is encoded once what was handed in before is settled."""
+        if not self._trains(base_round):
+            return []
+        self._finished = True
+        return self._encode()
+
+    def _encode(self) -> list[fx.Effect]:
+        if self._training is None or not self._finished or self._own.unsettled:
+            return []
+        self._finished = False
+        return [fx.Encode(self._training[1])]
 
     def _on_trained(self, event: ev.Trained) -> list[fx.Effect]:
-        if self._training != event.base_round or self._order is None or self.head is None or self.federation is None:
+        if self._training is None or not self._trains(event.base_round) or self.head is None:
             return []
-        signed, order = self._order
+        signed, order = self._training
         self._training = None
-        if order.base_round != event.base_round or self.head.server_round != event.base_round:
-            return []
+        if self.head.server_round - event.base_round > self._max_staleness:
+            return self._begin_next()
         self._failures = 0
-        self._sequence += 1
-        manifest = manifest_for(order, signed, event, self._sequence)
-        kept = self._sign_pending(manifest, event.shards, event.residual)
+        kept = self._own.sign(order, signed, event, self._max_staleness)
         shown = {name: round(value, 4) for name, value in event.metrics.items()}
         if event.local_steps < order.local_steps:
             shown["steps"] = event.local_steps
+        if self.head.server_round > event.base_round:
+            shown["staleness"] = self.head.server_round - event.base_round
         told = fx.Tell("trained", {"round": order.base_round + 1, **shown, "seconds": round(event.seconds, 2)})
-        return [told, kept, *self._offer_again()]
+        return [told, kept, *self._own.offer(self._greeted_home), *self._begin_next()]
 
-    def _sign_pending(
-        self,
-        manifest: Manifest,
-        shards: tuple[BlobRef, ...],
-        residual: tuple[BlobRef, ...] | None = None,
-        earlier: tuple[int, ...] = (),
-    ) -> fx.Effect:
-        proof = sign(self.identity, manifest)
-        sequences = (*earlier, manifest.sequence)
-        self._pending = _Pending(manifest, Offer(proof, shards), signed_hash(proof), sequences)
-        return fx.Keep(self._pending.offer, residual)
-
-    def _offer_again(self) -> list[fx.Effect]:
-        if self._pending is None or self.home is None or not self._greeted:
+    def _end_training(self, base_round: int) -> list[fx.Effect]:
+        if not self._trains(base_round):
             return []
-        offer = self._pending.offer
-        total = sum(len(ref.inline) for ref in offer.shards)
-        if total > 256 * 1024:
-            offer = Offer(offer.manifest, tuple(ref.bare() for ref in offer.shards))
-        return [fx.Send(self.home, offer)]
+        self._training = None
+        return self._begin_next()
+
+    def _begin_next(self) -> list[fx.Effect]:
+        """The device is free: where the model has moved on meanwhile, it is measured and trained."""
+        return self._evaluate() + self._start_training()
 
     def _on_receipt(self, signed: Signed) -> list[fx.Effect]:
-        if self._pending is None or self.federation is None or signed.node_id not in self.federation.broker_by_id:
-            return []
-        receipt = open_signed(Receipt, signed, self.federation.public_key(signed.node_id))
-        if receipt is None or receipt.manifest_hash != self._pending.manifest_hash or self._pending.receipted:
-            return []
-        self._pending.receipted = True
-        return [fx.Tell("contribution taken", {"round": self._pending.manifest.base_round + 1, "broker": self.home})]
+        return self._own.receipt(signed, self.federation, self.home) if self.federation is not None else []
 
     def _on_refused(self, refused: Refused) -> list[fx.Effect]:
-        if self._pending is None or refused.manifest_hash != self._pending.manifest_hash:
+        if not self._own.names(refused.manifest_hash):
             return []
         if refused.reason == Reason.NO_ROOM:
             # Nothing is wrong with the contribution: it is offered to the next home.
             return self._distrust_home("has no room on its disk", self._now)
-        self._pending.refused = refused.reason
-        told = fx.Tell("contribution refused", {"reason": refused.reason, "text": refused.text[:300]}, warning=True)
-        if refused.reason != Reason.REPLAYED:
-            return [told]
-        # An earlier life of this client, whose memory is gone, used the sequence: go on above it.
-        self._leap *= 2
-        self._sequence += self._leap
-        manifest = msgspec.structs.replace(self._pending.manifest, sequence=self._sequence)
-        kept = self._sign_pending(manifest, self._pending.offer.shards, earlier=self._pending.sequences)
-        return [told, kept, *self._offer_again()]
+        return self._own.refused(refused, self._greeted_home)
 
     def _on_training_failed(self, base_round: int, error: RavnestError) -> list[fx.Effect]:
-        if self._training != base_round:
+        if not self._trains(base_round):
             return []
         self._training = None
         self._failures += 1
@@ -572,15 +540,15 @@ class ClientSession:
             if self.home is not None:
                 effects.append(fx.Send(self.home, Goodbye("the recipe fails here")))
             return effects + self._end("the recipe fails", error)
-        return effects
+        return effects + self._begin_next()
 
     def _on_yielded(self, base_round: int) -> list[fx.Effect]:
-        if self._training != base_round:
+        if not self._trains(base_round):
             return []
         self._training = None
         skipped = self._yielding.skip(self.home if self._greeted else None, base_round)
         # The need may be over again by now.
-        return skipped + ([] if self._yielding.because else self._start_training())
+        return skipped + ([] if self._yielding.because else self._begin_next())
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ def count(federation: Federation, head: Head, manifest: Manifest, manifest_hash:
         manifest.norm,
         head.clip_bound,
         strategy.max_weight,
+        head.server_round - manifest.base_round,
     )
     return Counted(
         manifest.client,
@@ -230,7 +231,7 @@ def contribution_finding(federation: Federation, head: Head, counted: Counted, s
     if manifest.federation != federation.fingerprint:
         return "belongs to another federation"
     if not has_base(head, manifest):
-        return "has another base than this round"
+        return "has a base that this round does not count"
     if manifest.last_round < head.server_round + 1:
         return "is past its last round"
     if head.was_counted(manifest.client, manifest.sequence):

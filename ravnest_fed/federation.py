@@ -33,6 +33,8 @@ MAX_FEEDBACK_MOMENTUM = 0.5
 MAX_ADAPTIVE_RATE = 0.1
 """An adaptive strategy's round moves each parameter by about its learning rate, whatever the update's size, unless
 epsilon is of that size."""
+MAX_STALENESS = 64
+"""Most rounds that a contribution may be behind."""
 MOST_STEPS_FACTOR = 16
 """Where rounds have a target time, the fastest client makes at most so many times `rounds.local_steps` by default."""
 _SIGNATURE_HEADER = "\n[signature]\n"
@@ -96,11 +98,17 @@ class Codecs(_Table, frozen=True, kw_only=True):
 class Rounds(_Table, frozen=True, kw_only=True):
     """When a round closes and how much work a client does in it. Seconds are durations, never dates.
 
+    A contribution may be based on a model up to `max_staleness` rounds before the newest. In the mode "asynchronous" a round
+    closes with `target_contributions`, whoever they are by, and nobody is waited for (FedBuff; Nguyen et al., "Federated
+    learning with buffered asynchronous aggregation" (2022)).
+
     With `grace_seconds` 0 the grace follows from how long recent rounds took, within its two bounds.
     With a `target_seconds` above 0 steps follow each client's speed, within `min_local_steps` and `max_local_steps` (0:
     `MOST_STEPS_FACTOR` times `local_steps`); else everybody makes `local_steps`.
     """
 
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    max_staleness: int = 0
     target_contributions: int = 0
     min_contributions: int = 1
     grace_seconds: float = 0.0
@@ -412,6 +420,7 @@ def check(federation: Federation, where: str) -> None:
         refuse("rounds.min_local_steps", f"is {rounds.min_local_steps}", "use 1 to rounds.local_steps")
     if rounds.max_local_steps and not rounds.local_steps <= rounds.max_local_steps <= 2**31:
         refuse("rounds.max_local_steps", f"is {rounds.max_local_steps}", "use at least rounds.local_steps, or 0")
+    _check_staleness(federation, refuse)
     if not rounds.target_seconds and (rounds.max_local_steps or rounds.min_local_steps > 1):
         refuse(
             "rounds.min_local_steps or rounds.max_local_steps",
@@ -460,6 +469,24 @@ def check(federation: Federation, where: str) -> None:
         refuse("stop.rounds", f"is {stop.rounds}", "use 0 for no limit")
     _check_nodes(federation, refuse)
     federation.schema.check()
+
+
+def _check_staleness(federation: Federation, refuse: Any) -> None:
+    rounds, strategy = federation.rounds, federation.strategy
+    if not 0 <= rounds.max_staleness <= MAX_STALENESS:
+        refuse("rounds.max_staleness", f"is {rounds.max_staleness}", f"use 0 to {MAX_STALENESS}")
+    if rounds.mode == "synchronous":
+        return
+    if rounds.max_staleness < 1:
+        refuse("rounds.max_staleness", "is 0, but asynchronous rounds count work on older models", "use 4 to 16")
+    if rounds.target_contributions < 1:
+        refuse("rounds.target_contributions", "is 0, but asynchronous rounds close with a number", "use 1 or more")
+    if strategy.momentum > 0.0 or strategy.nesterov:
+        refuse(
+            "strategy.momentum",
+            "is set, but with deltas of several rounds' age outer momentum diverges",
+            "use momentum 0, and a strategy.learning_rate of about 0.5, in asynchronous rounds",
+        )
 
 
 def _check_adaptive(strategy: Strategy, refuse: Any) -> None:

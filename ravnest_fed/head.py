@@ -52,7 +52,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     `scale_bits` is None before anything was recorded: the first round's scale stands in its plan. `norms` and `maxima` are
     those of the last contributions counted. `brokers` is the roster in force from the next round on, `changes` how it came
     about: the round that each change stands in, and what the operator signed. `scalars` are those that the outer
-    optimiser stepped with last, each a float32.
+    optimiser stepped with last, each a float32. `ancestors` are the hashes of the commits before the head's, newest first, as
+    many as a contribution may be stale.
     """
 
     server_round: int
@@ -69,6 +70,13 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     brokers: tuple[BrokerEntry, ...] = ()
     changes: tuple[tuple[int, Signed], ...] = ()
     scalars: tuple[float, ...] = ()
+    ancestors: tuple[bytes, ...] = ()
+
+    def base_hash(self, server_round: int) -> bytes | None:
+        """The hash of the commit of `server_round`, where a contribution may still be based on it."""
+        chain = (self.commit_hash, *self.ancestors)
+        behind = self.server_round - server_round
+        return chain[behind] if 0 <= behind < len(chain) else None
 
     def after(self, body: Body, raw: bytes, federation: Federation) -> "Head":
         """The head after `body`, whose bytes are `raw`, was folded in `federation`."""
@@ -99,6 +107,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             brokers=brokers,
             changes=changes,
             scalars=tuple(float(one) for one in self.next_scalars(federation)),
+            ancestors=(self.commit_hash, *self.ancestors)[: federation.rounds.max_staleness],
         )
 
     def next_scalars(self, federation: Federation) -> tuple[np.float32, ...]:
@@ -124,6 +133,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             self.brokers,
             self.changes,
             self.scalars,
+            self.ancestors,
             sorted(federation.member_by_id),
         )
         return digest("head", encode(facts))

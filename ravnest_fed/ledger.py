@@ -245,13 +245,18 @@ class Ledger:
             )
 
     def contributions(self, base_round: int) -> list[Admitted]:
-        """The contributions kept for the round based on `base_round`."""
-        found = self._db.execute("select manifest, shards from contributions where base_round = ?", (base_round,))
+        """The contributions kept that are based on `base_round` or on a later one."""
+        found = self._db.execute("select manifest, shards from contributions where base_round >= ?", (base_round,))
         return [Admitted(decode(Signed, row[0]), decode(tuple[BlobRef, ...], row[1])) for row in found]
 
-    def drop_contributions(self, before_base: int) -> set[bytes]:
-        """Forget contributions based on rounds before `before_base`; the blobs that the others still need."""
-        self._db.execute("delete from contributions where base_round < ?", (before_base,))
+    def drop_contributions(self, before_base: int, counted: Iterable[bytes] = ()) -> set[bytes]:
+        """Forget contributions based on rounds before `before_base`, and those `counted` (manifest hashes).
+
+        Returns the blobs that the others still need.
+        """
+        with self._transaction():
+            self._db.execute("delete from contributions where base_round < ?", (before_base,))
+            self._db.executemany("delete from contributions where manifest_hash = ?", [(one,) for one in counted])
         found = self._db.execute("select shards from contributions")
         return {ref.hash for row in found for ref in decode(tuple[BlobRef, ...], row[0])}
 

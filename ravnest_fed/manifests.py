@@ -16,7 +16,7 @@ MAX_ABS = 2.0**64
 
 def require_countable(federation: Federation, head: Head, manifest: Manifest) -> None:
     """Raise AdmissionRefused, with its reason, unless a round on top of `head` may count `manifest`."""
-    _require_base(head, manifest)
+    _require_base(federation, head, manifest)
     order = order_of(federation, manifest)
     if order is None:
         raise AdmissionRefused(Reason.WRONG_ORDER, "no broker signed the work order of this contribution")
@@ -25,20 +25,32 @@ def require_countable(federation: Federation, head: Head, manifest: Manifest) ->
 
 
 def has_base(head: Head, manifest: Manifest) -> bool:
-    """Whether a manifest's delta was taken from the head's model."""
-    return manifest.base_round == head.server_round and manifest.base_hash == head.commit_hash
+    """Whether a manifest's delta was taken from the head's model, or from one that is not too old to count."""
+    return manifest.base_hash == head.base_hash(manifest.base_round)
 
 
-def _require_base(head: Head, manifest: Manifest) -> None:
-    if manifest.base_round < head.server_round or manifest.last_round < head.server_round + 1:
+def still_countable(federation: Federation, head: Head, manifest: Manifest) -> bool:
+    """Whether a round on top of `head` may count `manifest`."""
+    try:
+        require_countable(federation, head, manifest)
+    except AdmissionRefused:
+        return False
+    return True
+
+
+def _require_base(federation: Federation, head: Head, manifest: Manifest) -> None:
+    most = federation.rounds.max_staleness
+    if manifest.base_round < head.server_round - most or manifest.last_round < head.server_round + 1:
         raise AdmissionRefused(
             Reason.OUT_OF_DATE,
             f"the contribution is based on round {manifest.base_round}, the head is {head.server_round}",
         )
     if not has_base(head, manifest):
-        raise AdmissionRefused(Reason.WRONG_BASE, "the contribution's base is not the head", "fetch the commits first")
-    if manifest.last_round != manifest.base_round + 1:
-        raise AdmissionRefused(Reason.WRONG_BASE, "the contribution's last round is not the one after its base")
+        raise AdmissionRefused(
+            Reason.WRONG_BASE, "the contribution's base is no commit known here", "fetch the commits first"
+        )
+    if manifest.last_round != manifest.base_round + 1 + most:
+        raise AdmissionRefused(Reason.WRONG_BASE, f"the contribution's last round is not its base and {1 + most}")
     if not 1 <= manifest.sequence <= MAX_SEQUENCE:
         raise AdmissionRefused(Reason.REPLAYED, f"the sequence {manifest.sequence} is out of bounds")
     if head.was_counted(manifest.client, manifest.sequence):
@@ -69,6 +81,8 @@ def _require_values(federation: Federation, head: Head, manifest: Manifest) -> N
     codec = federation.codec_up(manifest.base_round + 1)
     if manifest.codec != codec:
         raise AdmissionRefused(Reason.WRONG_CODEC, f"the codec is {manifest.codec[:16]!r}, not {codec}")
+    if codec != federation.codec_up(head.server_round + 1):
+        raise AdmissionRefused(Reason.OUT_OF_DATE, f"the codec {codec} of its round is not the open round's any more")
     if manifest.shard_count != len(federation.schema.shards):
         raise AdmissionRefused(
             Reason.WRONG_SHAPE,

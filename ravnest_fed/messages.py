@@ -45,6 +45,7 @@ class Reason:
     BAD_METRICS = "bad-metrics"
     REPLAYED = "replayed-sequence"
     EQUIVOCATION = "second-delta-for-a-round"
+    EARLIER_WAITS = "earlier-contribution-waits"
     OUT_OF_DATE = "out-of-date"
     STOPPED = "training-has-ended"
     NO_ROOM = "no-room"
@@ -268,10 +269,14 @@ class ChangeNotice(_Message, frozen=True):
 
 
 class Announcement(_Message, frozen=True):
-    """The home broker admitted a contribution: its manifest, and the blobs that its owners fetch."""
+    """The home broker admitted a contribution: its manifest, and the blobs that its owners fetch.
+
+    `server_round` is the round that is to count it; 0: the one after its base.
+    """
 
     manifest: Signed
     shards: tuple[BlobRef, ...]
+    server_round: int = 0
 
 
 class InventoryRequest(_Message, frozen=True):
@@ -421,3 +426,12 @@ def decode_to_client(raw: bytes) -> ToClient:
 def decode_to_peer(raw: bytes) -> ToPeer:
     """A broker's message to a broker. Raises RemoteProtocolError."""
     return decode_with(_to_peer, raw, "a peer's message")
+
+
+def round_of(message: Message) -> int | None:
+    """The round that a broker's message is about, where it is about one."""
+    reduction = getattr(message, "reduction", None)
+    if reduction is not None:
+        return int(reduction.server_round)
+    server_round = getattr(message, "server_round", None)
+    return None if server_round is None else int(server_round)

@@ -181,6 +181,10 @@ class ModelState(NamedTuple):
         """All zeros, in the shapes that `schema` asks for."""
         return cls(np.zeros(schema.vector_size, np.float32), np.zeros(schema.counter_size, np.int64))
 
+    def copy(self) -> "ModelState":
+        """The same values in memory of their own."""
+        return ModelState(self.vector.copy(), self.counters.copy())
+
     def of(self, kind: Kind) -> Float32 | Int64:
         """The vector that holds tensors of `kind`."""
         return self.counters if kind == "counters" else self.vector

@@ -1,9 +1,9 @@
 """The broker's calculations: what an inspection finds, means that do not depend on order, previews that folding keeps."""
 
+from collections.abc import Mapping
 from itertools import permutations
 from typing import Any
 
-from collections.abc import Mapping
 import msgspec
 import numpy as np
 import pytest

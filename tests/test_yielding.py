@@ -102,7 +102,9 @@ def test_a_shorter_round_is_admitted_and_committed_with_what_was_done(
     assert (short.steps, whole.steps) == (1, 2) and short.share == whole.share
 
 
-@pytest.mark.parametrize("lie", [{"num_examples": 16}, {"local_steps": 3, "num_examples": 16}], ids=["examples", "steps"])
+@pytest.mark.parametrize(
+    "lie", [{"num_examples": 16}, {"local_steps": 3, "num_examples": 16}], ids=["examples", "steps"]
+)
 def test_counts_that_do_not_fit_the_work_done_are_refused(tmp_path: Path, lie: dict[str, int]) -> None:
     trained = two_clients(tmp_path)
     client = trained.joined.clients["c1"]

@@ -21,14 +21,20 @@ class Weight(NamedTuple):
     share: int
 
 
-def weigh(num_examples: int, max_examples: int, mode: Mode, norm: float, clip_bound: float, cap: int) -> Weight:
+def weigh(
+    num_examples: int, max_examples: int, mode: Mode, norm: float, clip_bound: float, cap: int, staleness: int = 0
+) -> Weight:
     """The weight of a contribution of `num_examples` out of the `max_examples` that an order may ask for.
 
     The share is ceil(2^16 * num_examples / max_examples) within 1 and `cap` (at most 2^16), or just `cap` in the mode
-    "equal". The weight is the share times min(1, clip_bound / norm), rounded down; 0 for a norm that is not finite.
+    "equal"; divided by sqrt(1 + staleness), rounded down but at least 1, for a delta that is so many rounds behind (Xie et
+    al., "Asynchronous federated optimization" (2019)). The weight is the share times min(1, clip_bound / norm), rounded down;
+    0 for a norm that is not finite.
     """
     cap = max(1, min(cap, MAX_WEIGHT))
     share = cap if mode == "equal" else max(1, min(cap, -(-MAX_WEIGHT * num_examples // max(max_examples, 1))))
+    if staleness:
+        share = max(1, math.isqrt(share * share // (1 + staleness)))
     if not math.isfinite(norm):
         return Weight(0, share)
     if norm <= clip_bound:

@@ -121,6 +121,8 @@ class SimulatedClient:
                 self._training += 1
                 number = self._training
                 self._later(0.3 + 2.0 * self._random.random(), lambda: self._trained(order, number))
+            case fx.Encode(order):
+                self._later(0.01, lambda: self.handle(self._result(order)))
             case fx.AbandonTraining():
                 self._training += 1
             case fx.Keep(offer, residual):
@@ -196,6 +198,9 @@ class SimulatedClient:
             return
         if self._random.random() < 0.02:
             self.handle(ev.TrainingFailed(order.base_round, RavnestError("the loss is not finite")))
+            return
+        if self.world.federation.rounds.max_staleness and self.kept.offer is not None:
+            self.handle(ev.Finished(order.base_round))
             return
         self.handle(self._result(order))
 

@@ -261,6 +261,11 @@ def _federation(brokers: int, clients: int, checkpoints: tuple[int, int]):  # ty
             "max_grace_seconds": 5.0,
             "min_contributions": min(2, clients),
         }
+        if keep == 2:
+            # Late contributions count, in rounds that wait for everybody and in rounds that wait for nobody.
+            rounds["max_staleness"] = 3
+            if clients == 3:
+                rounds |= {"mode": "asynchronous", "target_contributions": 2}
         schema = {"brokers": brokers, "clients": clients, "values": 2 * 4096, "rounds": rounds}
         schema["checkpoints"] = {"checkpoint_every": every, "keep": keep}
         _FEDERATIONS[key] = federation_of(**schema, small=True)  # type: ignore[arg-type]
