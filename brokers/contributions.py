@@ -25,11 +25,6 @@ class Contribution:
     home: str
     counted: Counted
 
-    def is_another(self, manifest: Manifest) -> bool:
-        """Whether `manifest` is the client's next work, made on another base: no second delta in the place of this one."""
-        own = self.manifest
-        return own.sequence != manifest.sequence and own.base_round != manifest.base_round
-
 
 class Contributions:
     """All contributions of one round, from one broker's side."""
@@ -38,7 +33,7 @@ class Contributions:
         self._federation = federation
         self._head = head
         self._by_hash: dict[bytes, Contribution] = {}
-        self._by_client: dict[str, bytes] = {}
+        self._by_client: dict[str, list[Contribution]] = {}
         self._holders: dict[bytes, dict[str, set[int]]] = {}
         self._equivocators: set[str] = set()
         self._live: frozenset[str] = frozenset()
@@ -53,9 +48,16 @@ class Contributions:
         return self._by_hash.get(manifest_hash)
 
     def of_client(self, client: str) -> Contribution | None:
-        """The client's contribution to this round, if known."""
-        known = self._by_client.get(client)
-        return self._by_hash.get(known) if known else None
+        """The client's contribution on the newest base, if one is known."""
+        return max(self._by_client.get(client, ()), key=lambda one: one.manifest.base_round, default=None)
+
+    def rival(self, manifest_hash: bytes, manifest: Manifest) -> Contribution | None:
+        """A contribution that the same client signed under the same sequence, or for the same base, in its place."""
+        for one in self._by_client.get(manifest.client, ()):
+            same = one.manifest.sequence == manifest.sequence or one.manifest.base_round == manifest.base_round
+            if same and one.manifest_hash != manifest_hash:
+                return one
+        return None
 
     def longest_training(self) -> float:
         """The longest training among them, as the clients declare it, in seconds."""
@@ -82,8 +84,9 @@ class Contributions:
         counted = count(self._federation, self._head, manifest, manifest_hash)
         bare = tuple(ref.bare() for ref in shards)
         contribution = Contribution(manifest_hash, manifest, signed, bare, home, counted)
+        if manifest_hash not in self._by_hash:
+            self._by_client.setdefault(manifest.client, []).append(contribution)
         self._by_hash[manifest_hash] = contribution
-        self._by_client.setdefault(manifest.client, manifest_hash)
         self.hold(home, Holding(manifest_hash, tuple(range(len(shards)))))
         return contribution
 
@@ -147,13 +150,15 @@ class Contributions:
         self._suppose(live)
         found = [self._by_hash[key] for key in self._complete]
         found = [one for one in found if one.manifest.client not in self._equivocators]
-        found.sort(key=lambda one: one.manifest.client)
-        return found[: self._federation.limits.max_contributions]
+        # One of a client, the oldest first: what is newer may still count in later rounds.
+        found.sort(key=lambda one: one.manifest.base_round, reverse=True)
+        chosen = {one.manifest.client: one for one in found}
+        return [chosen[client] for client in sorted(chosen)][: self._federation.limits.max_contributions]
 
     def arrived(self, live: frozenset[str]) -> int:
         """How many contributions `countable` has, at less cost."""
         self._suppose(live)
-        if self._equivocators:
+        if self._equivocators or len(self._by_client) < len(self._by_hash):
             return len(self.countable(live))
         return min(len(self._complete), self._federation.limits.max_contributions)
 

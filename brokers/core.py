@@ -50,6 +50,7 @@ from brokers.orders import WorkOrders
 from brokers.pace import Latecomers, Pace
 from brokers.room import Room
 from brokers.round import OpenRound
+from brokers.sequences import Sequences
 from brokers.sessions import Session, Sessions
 from ravnest_fed.decree import evaluation_of
 from ravnest_fed.errors import AdmissionRefused
@@ -129,7 +130,7 @@ class BrokerCore:
         self._welcome = welcome
         self._peers: set[str] = set()
         self._peer_known: dict[str, bytes] = {}
-        self._highest = dict(highest_sequences)
+        self._sequences = Sequences(highest_sequences, 1 + federation.rounds.max_staleness)
         self._early: list[tuple[str, Message]] = []
         self._consolidation = consolidation
         self._pace = pace
@@ -275,8 +276,7 @@ class BrokerCore:
             if early and len(self._early) < MAX_EARLY:
                 self._early.append((node_id, message))
             return []
-        highest = self._highest.get(manifest.client, 0)
-        self._highest[manifest.client] = max(highest, manifest.sequence)
+        self._sequences.saw(manifest.client, manifest.sequence, manifest_hash)
         return self.round.add_contribution(signed, manifest, shards, node_id, now)
 
     def _catch_up(self, now: float) -> list[Effect]:
@@ -317,8 +317,7 @@ class BrokerCore:
                 opened = open_signed(Manifest, message.manifest, self.federation.public_key(known.node_id))
                 if opened is not None:
                     self._latecomers.came(known.node_id, opened.base_round, now)
-                highest = self._highest_of(known.node_id)
-                return self.intake.offer(session, message, self.head, self.round.contributions, highest)
+                return self.intake.offer(session, message, self.head, self.round.contributions, self._sequences)
             case Skip(base_round=base_round, reason=reason):
                 if base_round == self.head.server_round:
                     self.sessions.skip(known.node_id)
@@ -348,15 +347,11 @@ class BrokerCore:
             self.federation.fingerprint,
             self._me,
             self.head.server_round,
-            self._highest_of(hello.node_id),
+            self._sequences.highest(hello.node_id, self.head),
             *self._welcome,
         )
         effects: list[Effect] = [SendClient(session, welcome)]
         return effects if greeted.operator else effects + self._presence_changed(now)
-
-    def _highest_of(self, client: str) -> int:
-        counted = self.head.counted.get(client)
-        return max(self._highest.get(client, 0), counted.highest if counted else 0)
 
     def _order(self, known: Session, now: float) -> list[Effect]:
         if known.operator or self.head.stop:
@@ -405,9 +400,8 @@ class BrokerCore:
             while self.intake.admitted:
                 upload = self.intake.admitted.pop()
                 if still_countable(self.federation, self.head, upload.manifest):
-                    self._highest[upload.manifest.client] = max(
-                        self._highest.get(upload.manifest.client, 0), upload.manifest.sequence
-                    )
+                    client, sequence = upload.manifest.client, upload.manifest.sequence
+                    self._sequences.saw(client, sequence, signed_hash(upload.signed))
                     self._orders.delivered(upload.manifest, sum(ref.length for ref in upload.shards), now)
                     effects += self.round.add_contribution(upload.signed, upload.manifest, upload.shards, self._me, now)
             adopted, decided = self._catching.adopted, self.round.outcome or self._catching.caught

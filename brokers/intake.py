@@ -6,6 +6,7 @@ from brokers.admission import check_manifest
 from brokers.contributions import Contributions
 from brokers.effects import Effect, Fetch, Inspect, SaveContribution, SaveEquivocation, Say, SendClient
 from brokers.events import Inspected
+from brokers.sequences import Sequences
 from ravnest_fed.errors import AdmissionRefused
 from ravnest_fed.facts import BlobRef, Manifest, Receipt, sign, signed_hash
 from ravnest_fed.federation import Federation
@@ -42,9 +43,7 @@ class Intake:
         """Another roster is in force."""
         self._federation = federation
 
-    def offer(
-        self, session: str, offer: Offer, head: Head, known: Contributions, highest_sequence: int
-    ) -> list[Effect]:
+    def offer(self, session: str, offer: Offer, head: Head, known: Contributions, sequences: Sequences) -> list[Effect]:
         """A client offers a contribution."""
         manifest_hash = signed_hash(offer.manifest)
         same = known.get(manifest_hash)
@@ -54,17 +53,13 @@ class Intake:
             upload = self._uploads[manifest_hash]
             upload.session = session
             return [Fetch(ref, (session,), "spool") for ref in upload.shards if ref.hash in upload.missing]
-        earlier = known.of_client(offer.manifest.node_id)
+        client, earlier = offer.manifest.node_id, None
         try:
-            floor = 0 if earlier else highest_sequence
+            floor = 0 if known.of_client(client) else sequences.floor(client, manifest_hash)
             manifest = check_manifest(self._federation, head, offer.manifest, offer.shards, floor)
-            if same is None and earlier is not None and earlier.is_another(manifest):
-                raise AdmissionRefused(
-                    Reason.EARLIER_WAITS,
-                    f"the contribution based on round {earlier.manifest.base_round} waits to be counted first",
-                )
             # One that another broker announced is taken in full: that broker may be gone with the only copy.
-            if (earlier is not None and same is None) or known.equivocated(manifest.client):
+            earlier = known.rival(manifest_hash, manifest)
+            if earlier is not None or known.equivocated(client):
                 raise AdmissionRefused(
                     Reason.EQUIVOCATION,
                     f"a second, different delta for round {head.server_round + 1}: neither is counted",

@@ -160,15 +160,12 @@ class OpenRound:
         self, signed: Signed, manifest: Manifest, shards: tuple[BlobRef, ...], home: str, now: float
     ) -> list[Effect]:
         """A contribution was admitted here or at another broker; its owner's shards are fetched.
-
-        While an earlier one of the client waits to be counted, the next one is left aside.
+        A client may have one on each base: a round counts the oldest of them.
         """
-        known = self.contributions.of_client(manifest.client)
-        if known is not None and known.is_another(manifest):
-            return []
         contribution = self.contributions.add(signed, manifest, shards, home)
+        known = self.contributions.rival(contribution.manifest_hash, manifest)
         effects: list[Effect] = []
-        if known is not None and known.manifest_hash != contribution.manifest_hash:
+        if known is not None:
             if not self.contributions.equivocated(manifest.client):
                 effects.append(SaveEquivocation(manifest.client, self.head.server_round, known.signed, signed))
             self.contributions.mark_equivocator(manifest.client)

@@ -17,8 +17,8 @@ from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.messages import Offer, Reason, Refused
 
-PASSING = ("", Reason.WRONG_BASE, Reason.EARLIER_WAITS)
-"""Refusals that another moment undoes: the broker had not reached the base, or an earlier contribution goes first."""
+PASSING = ("", Reason.WRONG_BASE, Reason.COUNTED)
+"""Refusals that say nothing against the contribution: the broker has not reached its base, or is past its commit."""
 MAX_OFFER_INLINE = 256 * 1024
 """Most bytes of blobs that ride along in one offer."""
 
@@ -122,7 +122,7 @@ class HandingIn:
         if pending is None:
             return []
         pending.refused = refused.reason
-        if refused.reason == Reason.EARLIER_WAITS:
+        if refused.reason == Reason.COUNTED:
             return []
         told = fx.Tell("contribution refused", {"reason": refused.reason, "text": refused.text[:300]}, warning=True)
         if refused.reason != Reason.REPLAYED:

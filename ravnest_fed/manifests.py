@@ -54,9 +54,7 @@ def _require_base(federation: Federation, head: Head, manifest: Manifest) -> Non
     if not 1 <= manifest.sequence <= MAX_SEQUENCE:
         raise AdmissionRefused(Reason.REPLAYED, f"the sequence {manifest.sequence} is out of bounds")
     if head.was_counted(manifest.client, manifest.sequence):
-        raise AdmissionRefused(
-            Reason.REPLAYED, f"the sequence {manifest.sequence} was used before", "use a higher one for new work"
-        )
+        raise AdmissionRefused(Reason.COUNTED, f"the sequence {manifest.sequence} was counted before")
 
 
 def _require_work(federation: Federation, manifest: Manifest, order: WorkOrder) -> None:

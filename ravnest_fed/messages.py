@@ -45,7 +45,7 @@ class Reason:
     BAD_METRICS = "bad-metrics"
     REPLAYED = "replayed-sequence"
     EQUIVOCATION = "second-delta-for-a-round"
-    EARLIER_WAITS = "earlier-contribution-waits"
+    COUNTED = "counted-already"
     OUT_OF_DATE = "out-of-date"
     STOPPED = "training-has-ended"
     NO_ROOM = "no-room"

@@ -129,9 +129,17 @@ BAD: list[tuple[str, Callable[[], Contribution], str]] = [
     ("signed by another", lambda: contribution(ONE, HEAD, FIRST, signer=ONE.members[3]), "has a wrong signature"),
     ("signed by a broker", lambda: contribution(ONE, HEAD, FIRST, signer=ONE.brokers[0]), "has a wrong signature"),
     ("signed by a stranger", lambda: contribution(ONE, HEAD, FIRST, signer=identity("x")), "has a wrong signature"),
-    ("an older base", lambda: contribution(ONE, HEAD, FIRST, base_round=1), "has another base"),
-    ("a later base", lambda: contribution(ONE, HEAD, FIRST, base_round=3), "has another base"),
-    ("another base", lambda: contribution(ONE, HEAD, FIRST, base_hash=b"\1" * 32), "has another base"),
+    (
+        "an older base",
+        lambda: contribution(ONE, HEAD, FIRST, base_round=1),
+        "has a base that this round does not count",
+    ),
+    ("a later base", lambda: contribution(ONE, HEAD, FIRST, base_round=3), "has a base that this round does not count"),
+    (
+        "another base",
+        lambda: contribution(ONE, HEAD, FIRST, base_hash=b"\1" * 32),
+        "has a base that this round does not count",
+    ),
     ("past its last round", lambda: contribution(ONE, HEAD, FIRST, last_round=2), "is past its last round"),
     (
         "an order by a member",

@@ -197,7 +197,7 @@ def test_what_is_abandoned_is_asked_for_no_more_and_leaves_nothing_on_disk(tmp_p
         assert [broker.answer_one() for _ in range(2)] == [CHUNK_LIST, 0]
         late = broker.asked.copy()
         broker.fetching.fetch(Fetch(other, ("donor",), "ledger"))
-        broker.fetching.abandon("spool")
+        broker.fetching.abandon("spool", frozenset())
         assert list((tmp_path / "spool").iterdir()) == []
         broker.asked = [want for want in broker.asked if want not in late] + late
         broker.fetching.tick()
@@ -218,7 +218,7 @@ def test_what_two_stores_want_is_abandoned_for_one_alone(tmp_path: Path) -> None
         ref = broker.donor.put(LARGE).bare()
         for into in ("spool", "ledger"):
             broker.fetching.fetch(Fetch(ref, ("donor",), into))
-        broker.fetching.abandon("spool")
+        broker.fetching.abandon("spool", frozenset())
         await broker.settle()
         assert broker.told == [Fetched(ref.hash, "ledger")]
         assert broker.ledger.read(ref.hash) == LARGE

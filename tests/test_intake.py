@@ -131,7 +131,7 @@ def test_a_round_that_closed_during_the_upload_makes_it_out_of_date() -> None:
 def test_a_commit_forgets_uploads_that_are_not_complete() -> None:
     desk, made = Desk(), good()
     desk.offer(made.offer)
-    desk.intake.forget_before(1)
+    desk.intake.forget_before(LATER)
     assert [desk.intake.on_fetched(ref.hash) for ref in made.shards] == [[]] * len(made.shards)
 
 

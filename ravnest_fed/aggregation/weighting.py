@@ -33,7 +33,7 @@ def weigh(
     """
     cap = max(1, min(cap, MAX_WEIGHT))
     share = cap if mode == "equal" else max(1, min(cap, -(-MAX_WEIGHT * num_examples // max(max_examples, 1))))
-    if staleness:
+    if staleness > 0:
         share = max(1, math.isqrt(share * share // (1 + staleness)))
     if not math.isfinite(norm):
         return Weight(0, share)

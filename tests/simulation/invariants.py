@@ -40,14 +40,23 @@ class Invariants:
                 raise InvariantBroken(f"round {body.server_round} counts a client twice")
             facts = open_evidence(self.federation, broker.disk.blobs.read(body.evidence.hash))
             for signed in facts.manifests:
-                if decode(Manifest, signed.payload).base_hash != body.parent:
-                    raise InvariantBroken(f"round {body.server_round} counts a delta that was taken from another model")
+                self._base_is_committed(decode(Manifest, signed.payload), body)
             for one in body.counted:
                 at = self.counted.setdefault((one.client, one.sequence), body.server_round)
                 if at != body.server_round:
                     raise InvariantBroken(
                         f"{one.client[:8]} #{one.sequence} is counted in rounds {at} and {body.server_round}"
                     )
+
+    def _base_is_committed(self, manifest: Manifest, body: Body) -> None:
+        """A delta was taken from a model that was committed, and not too long ago."""
+        base = self.bodies.get(manifest.base_round)
+        known = self.federation.fingerprint if manifest.base_round == 0 else base
+        if manifest.base_hash != known:
+            raise InvariantBroken(f"round {body.server_round} counts a delta that was taken from another model")
+        behind = body.server_round - 1 - manifest.base_round
+        if not 0 <= behind <= self.federation.rounds.max_staleness:
+            raise InvariantBroken(f"round {body.server_round} counts a delta that is {behind} rounds behind")
 
     def folded(self, broker: "SimulatedBroker", head: Head) -> None:
         """A broker folded a commit: equal rounds, equal models."""
