@@ -231,7 +231,7 @@ def contribution(
         sequence=head.server_round + 1 if sequence is None else sequence,
         base_round=head.server_round,
         base_hash=head.commit_hash,
-        last_round=head.server_round + 1,
+        last_round=head.server_round + 1 + federation.rounds.max_staleness,
         codec=federation.codec_up(head.server_round + 1),
         payload_root=merkle_root("payload", [ref.hash for ref in shards]),
         shard_count=len(shards),

@@ -304,7 +304,7 @@ class JoinedClient:
             "sequence": self.sequence,
             "base_round": order.base_round,
             "base_hash": order.base_hash,
-            "last_round": order.base_round + 1,
+            "last_round": order.base_round + 1 + federation.rounds.max_staleness,
             "codec": order.codec,
             "payload_root": merkle_root("payload", [ref.hash for ref in refs]),
             "shard_count": len(refs),

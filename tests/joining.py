@@ -87,7 +87,7 @@ class Client:
         self.do(ev.Fetched(FEDERATION_FILE.hash))
         self.do(ev.FederationRead(self.one.federation))
         self.do(ev.Fetched(INITIAL_MODEL.hash))
-        return self.do(ev.Prepared(ROUND_0))
+        return self.do(ev.Prepared(self.one.replica().head))
 
     def order(self, signed: Signed) -> list[fx.Effect]:
         return self.hear(OrderNotice(signed))

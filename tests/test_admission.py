@@ -177,8 +177,8 @@ def test_a_sequence_used_before_is_refused_by_the_head_and_by_what_this_broker_s
     head = msgspec.structs.replace(HEAD, counted={client: CountedSequences(5, 0b101)})
     desk = Desk(head)
     for used in (5, 4, 2):
-        assert refusals(desk.offer(good(head=head, sequence=used).offer)) == [("s", Reason.REPLAYED)]
-    desk.highest[client] = 8
+        assert refusals(desk.offer(good(head=head, sequence=used).offer)) == [("s", Reason.COUNTED)]
+    desk.sequences.saw(client, 8, b"another manifest")
     for used in (6, 8):
         assert refusals(desk.offer(good(head=head, sequence=used).offer)) == [("s", Reason.REPLAYED)]
     desk.admit(good(head=head, sequence=9))

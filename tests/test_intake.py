@@ -39,7 +39,7 @@ def test_the_same_offer_again_is_receipted_again_and_not_fetched() -> None:
 def test_a_contribution_known_from_another_broker_is_taken_in_full_before_it_is_receipted() -> None:
     desk, made = Desk(), good()
     desk.known.add(made.signed, made.manifest, made.shards, ONE.brokers[1].node_id)
-    desk.highest[made.manifest.client] = made.manifest.sequence
+    desk.sequences.saw(made.manifest.client, made.manifest.sequence, made.manifest_hash)
     assert len(desk.offer(made.offer)) == len(made.shards)
     effects = desk.admit(made, "t")
     assert [type(effect) for effect in effects] == [SaveContribution, SendClient]

@@ -8,6 +8,7 @@ from brokers.contributions import Contributions
 from brokers.effects import Effect, Fetch, Inspect, SendClient
 from brokers.events import Inspected
 from brokers.intake import Intake
+from brokers.sequences import Sequences
 from ravnest_fed.head import Head
 from ravnest_fed.messages import Offer, Refused
 from tests.building import Contribution, Tiny, contribution, tiny
@@ -25,11 +26,10 @@ class Desk:
         self.head = head
         self.intake = Intake(one.federation, one.brokers[0])
         self.known = Contributions(one.federation, head)
-        self.highest: dict[str, int] = {}
+        self.sequences = Sequences({}, 1 + one.federation.rounds.max_staleness)
 
     def offer(self, offer: Offer, session: str = "s") -> list[Effect]:
-        highest = self.highest.get(offer.manifest.node_id, 0)
-        return self.intake.offer(session, offer, self.head, self.known, highest)
+        return self.intake.offer(session, offer, self.head, self.known, self.sequences)
 
     def upload(self, offer: Offer, session: str = "s") -> list[Effect]:
         """Offer, and let every shard arrive."""
@@ -46,7 +46,7 @@ class Desk:
         taken = self.intake.admitted.pop()
         assert not self.intake.admitted
         self.known.add(taken.signed, taken.manifest, taken.shards, self.one.brokers[0].node_id)
-        self.highest[taken.manifest.client] = taken.manifest.sequence
+        self.sequences.saw(taken.manifest.client, taken.manifest.sequence, made.manifest_hash)
         return effects
 
 
