@@ -47,6 +47,7 @@ class Client:
     recipe_hash: str = "11" * 32
     all: list[fx.Effect] = field(default_factory=list)
     kept: Standing | None = None
+    initial: Head = ROUND_0
 
     def __post_init__(self) -> None:
         member = self.one.members[0]
@@ -87,7 +88,7 @@ class Client:
         self.do(ev.Fetched(FEDERATION_FILE.hash))
         self.do(ev.FederationRead(self.one.federation))
         self.do(ev.Fetched(INITIAL_MODEL.hash))
-        return self.do(ev.Prepared(self.one.replica().head))
+        return self.do(ev.Prepared(self.initial))
 
     def order(self, signed: Signed) -> list[fx.Effect]:
         return self.hear(OrderNotice(signed))

@@ -23,7 +23,7 @@ def head(server_round: int, counted: dict[str, CountedSequences] | None = None) 
 
 @pytest.fixture
 def client() -> Client:
-    found = Client(ONE)
+    found = Client(ONE, initial=ROUND_0)
     found.join()
     found.order(work_order(ONE, ROUND_0, 0))
     return found
@@ -99,6 +99,6 @@ def test_a_client_killed_while_it_waits_to_be_counted_offers_the_same_bytes_agai
     effects = client.trained(base_round=0)
     (kept,) = only(effects, fx.Keep)
     standing = Standing(ONE.federation.fingerprint, client.me).keep(kept.offer, kept.residual)
-    again = Client(ONE, kept=standing)
+    again = Client(ONE, kept=standing, initial=ROUND_0)
     again.join(server_round=1)
     assert [offer.manifest for offer in sent(again.commit(head(1)), Offer)] == [kept.offer.manifest]
