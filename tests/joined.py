@@ -136,7 +136,8 @@ class JoinedBroker:
         self.bench = Workbench(self.replica, self.disk.blobs, self.disk.spool)
         self.memory = MemoryBlobs()
         head = self.replica.head
-        kept = [one for base, one in self.disk.admitted.values() if base == head.server_round]
+        oldest = head.server_round - federation.rounds.max_staleness
+        kept = [one for base, one in self.disk.admitted.values() if base >= oldest]
         nothing = BlobRef.of(b"")
         self.core = BrokerCore(
             federation,

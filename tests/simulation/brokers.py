@@ -155,7 +155,11 @@ class SimulatedBroker:
             self.identity,
             head,
             self.disk.record(head.server_round + 1),
-            [one for base, one in self.disk.admitted.values() if base == head.server_round],
+            [
+                one
+                for base, one in self.disk.admitted.values()
+                if base >= head.server_round - world.federation.rounds.max_staleness
+            ],
             [one for (at, _), one in self.disk.evaluations.items() if at == head.server_round],
             dict(self.disk.highest),
             WELCOME,
