@@ -268,7 +268,10 @@ class ClientSession:
             case ReceiptNotice(receipt=signed):
                 return self._on_receipt(signed)
             case Waiting(server_round=server_round, text=text):
-                return [fx.Tell("waiting", {"round": server_round, "for": text})] if text else []
+                # The announcement of the round before may have been lost on the way.
+                self._log.heard_of(server_round - 1)
+                told = [fx.Tell("waiting", {"round": server_round, "for": text})] if text else []
+                return [*told, *self._follow()]
             case Goodbye(reason=reason):
                 self._homes.avoid(broker, now + AVOID_SECONDS)
                 told = fx.Tell("home broker leaves", {"broker": broker, "reason": reason[:200]}, warning=True)

@@ -95,7 +95,7 @@ def no_hash_check() -> AbstractContextManager[Any]:
 def no_base_check() -> AbstractContextManager[Any]:
     """Contributions on other bases than the head are counted."""
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(manifests, "_require_base", lambda head, manifest: None))
+    stack.enter_context(mock.patch.object(manifests, "_require_base", lambda federation, head, manifest: None))
     for module in (decree, manifests):
         stack.enter_context(mock.patch.object(module, "order_of", _any_order))
     stack.enter_context(mock.patch.object(decree, "has_base", lambda head, manifest: True))
