@@ -104,11 +104,13 @@ class AbandonTraining:
 class Keep:
     """Make our own contribution durable, before what follows; its payloads are on disk.
 
-    `residual` is what it leaves unsent, in the same write; None: what is owed stays as it is.
+    `residual` is what it leaves unsent, in the same write; None: what is owed stays as it is. `control` is the client's
+    control once it is counted.
     """
 
     offer: Offer
     residual: tuple[BlobRef, ...] | None = None
+    control: tuple[BlobRef, ...] | None = None
 
 
 @dataclass(frozen=True)

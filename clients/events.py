@@ -100,7 +100,7 @@ class Evaluated:
 class Trained:
     """A local round is done and its delta encoded; one blob a shard, and of the residual one a shard of parameters.
 
-    `residual` is None under a codec without error feedback.
+    `residual` is None under a codec without error feedback, `control` under a strategy without controls.
     """
 
     base_round: int
@@ -112,6 +112,7 @@ class Trained:
     metrics: dict[str, float]
     seconds: float
     residual: tuple[BlobRef, ...] | None = None
+    control: tuple[BlobRef, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class HandingIn:
         """Sign what was done for `order`, in the place of anything before."""
         self._sequence += 1
         manifest = manifest_for(order, signed, done, self._sequence, max_staleness)
-        return self._keep(manifest, done.shards, done.residual)
+        return self._keep(manifest, done.shards, done.residual, done.control)
 
     def offer(self, home: str | None) -> list[fx.Effect]:
         """Offer it to the home broker."""
@@ -157,9 +157,10 @@ class HandingIn:
         manifest: Manifest,
         shards: tuple[BlobRef, ...],
         residual: tuple[BlobRef, ...] | None = None,
+        control: tuple[BlobRef, ...] | None = None,
         earlier: tuple[int, ...] = (),
     ) -> fx.Effect:
         proof = sign(self._identity, manifest)
         sequences = (*earlier, manifest.sequence)
         self._pending = _Pending(manifest, Offer(proof, shards), signed_hash(proof), sequences)
-        return fx.Keep(self._pending.offer, residual)
+        return fx.Keep(self._pending.offer, residual, control)

@@ -51,9 +51,11 @@ class Outbox:
         """A blob that was put. Raises LedgerError if it is missing or damaged."""
         return self._blobs.read(blob)
 
-    def keep(self, offer: Offer, residual: tuple[BlobRef, ...] | None) -> None:
-        """Keep the offer whose payloads were put, with the residual that it leaves, in the place of any other."""
-        self._stand(self.standing.keep(offer, residual))
+    def keep(
+        self, offer: Offer, residual: tuple[BlobRef, ...] | None, control: tuple[BlobRef, ...] | None = None
+    ) -> None:
+        """Keep the offer whose payloads were put, with what it leaves and renews, in the place of any other."""
+        self._stand(self.standing.keep(offer, residual, control))
 
     def forget(self, counted: bool) -> None:
         """The contribution was counted, or never will be; then what it sent is owed again."""

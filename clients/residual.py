@@ -40,6 +40,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
     `offer` waits to be counted; `sequences` are those under which its payload was signed, the last one its own.
     `residual` holds float32 values, a blob for each shard of parameters; empty: zeros. `returned` is owed on top of it.
+    `control` is SCAFFOLD's control of this client, likewise; `next_control` takes its place once `offer` is counted.
     """
 
     federation: bytes
@@ -48,16 +49,26 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     sequences: tuple[int, ...] = ()
     residual: tuple[BlobRef, ...] = ()
     returned: Returned | None = None
+    control: tuple[BlobRef, ...] = ()
+    next_control: tuple[BlobRef, ...] = ()
 
-    def keep(self, offer: Offer, residual: tuple[BlobRef, ...] | None) -> "Standing":
+    def keep(
+        self,
+        offer: Offer,
+        residual: tuple[BlobRef, ...] | None,
+        control: tuple[BlobRef, ...] | None = None,
+    ) -> "Standing":
         """A contribution was signed, and leaves `residual` unsent; None: the residual stays as it is.
 
         It stays under a codec without error feedback, and where the same payload is signed under another sequence.
+        `control` is this client's control once the contribution is counted; None: as it was.
         """
         bare = Offer(offer.manifest, tuple(ref.bare() for ref in offer.shards))
         again = self.offer is not None and self.offer.shards == bare.shards
         sequence = decode(Manifest, offer.manifest.payload).sequence
         kept = msgspec.structs.replace(self, offer=bare, sequences=(*(self.sequences if again else ()), sequence))
+        if control is not None:
+            kept = msgspec.structs.replace(kept, next_control=tuple(ref.bare() for ref in control))
         if residual is None:
             return kept
         # What was returned is part of what the new contribution sends, or of what it leaves.
@@ -67,7 +78,8 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         """The contribution was counted, or never will be. Without one, nothing changes."""
         if self.offer is None:
             return self
-        gone = msgspec.structs.replace(self, offer=None, sequences=())
+        control = self.next_control if counted and self.next_control else self.control
+        gone = msgspec.structs.replace(self, offer=None, sequences=(), control=control, next_control=())
         codec = decode(Manifest, self.offer.manifest.payload).codec
         if counted or codecs.get(codec).feedback_decay is None:
             return gone
@@ -78,6 +90,8 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         """The blobs that are still needed."""
         refs = [
             *self.residual,
+            *self.control,
+            *self.next_control,
             *(self.offer.shards if self.offer else ()),
             *(self.returned.shards if self.returned else ()),
         ]

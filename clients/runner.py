@@ -19,6 +19,7 @@ import torch
 
 from clients import effects as fx
 from clients import events as ev
+from clients.control import Controls
 from clients.devices import describe, limit_gpu_memory, overlooked_gpus
 from clients.fetched import FetchedBlobs
 from clients.known_brokers import KnownBrokers
@@ -32,6 +33,7 @@ from clients.trainer import LocalResult, LocalWork, Progress, RoundAbandoned, Ro
 from clients.uploads import Uploads
 from clients.watch import StepBoundary, Watch
 from ravnest_fed import codecs
+from ravnest_fed.aggregation.outer import CONTROL
 from ravnest_fed.capability import Capability
 from ravnest_fed.checkpoints import checkpoint_pieces, read_checkpoint
 from ravnest_fed.decree import check_votes, open_commit
@@ -103,6 +105,7 @@ class ClientRunner:
         self._abandoned = threading.Event()
         self._vectors = threading.Lock()
         self._finished: LocalResult | None = None
+        self._controls: Controls | None = None
         self._outcome: fx.End | None = None
 
     async def run(self) -> str:
@@ -253,8 +256,8 @@ class ClientRunner:
                 self._work(self._training, lambda: self._encode_finished(order))
             case fx.AbandonTraining():
                 self._abandoned.set()
-            case fx.Keep(offer, residual):
-                self._outbox.keep(offer, residual)
+            case fx.Keep(offer, residual, control):
+                self._outbox.keep(offer, residual, control)
             case fx.Forget(counted):
                 self._outbox.forget(counted)
             case fx.Tell():
@@ -455,12 +458,14 @@ class ClientRunner:
         boundary = StepBoundary(factor, lambda: self._watch.because, abandoned.wait)
         deadline = time.monotonic() + order.deadline_seconds
         work = LocalWork.ordered(order, self.replica.federation.strategy.proximal)
+        self._controls = self._read_controls()
         try:
             result = self._trainer.local_round(
                 work,
                 base,
                 lambda: abandoned.is_set() or time.monotonic() > deadline,
                 boundary,
+                self._controls.correction() if self._controls is not None else None,
             )
             if self._watch.because:
                 self._trainer.make_room()
@@ -519,15 +524,27 @@ class ClientRunner:
             self._tell_later(fx.Tell("optimiser not kept", {"reason": str(error)}, warning=True))
             self._progress.save(order.base_round, order.base_hash, Progress(progress.position))
 
+    def _read_controls(self) -> Controls | None:
+        assert self.replica is not None
+        common = self.replica.outer_state.get(CONTROL)
+        if common is None:
+            return None
+        controls = Controls(self.replica.schema, self._outbox.standing, common, self._outbox.read)
+        if controls.lost:
+            self._tell_later(fx.Tell("control lost", {"shards": len(controls.lost)}, warning=True))
+        return controls
+
     def _encode(self, order: WorkOrder, result: LocalResult) -> ev.Event:
         assert self.replica is not None
         delta = ModelState(np.ascontiguousarray(result.delta_vector), result.counters)
         schema, codec, outbox = self.replica.schema, codecs.get(order.codec), self._outbox
-        feedback = None
+        feedback = renewal = None
         if codec.feedback_decay is not None:
             feedback = ErrorFeedback(schema, codec, outbox.standing, outbox.read, outbox.put)
+        elif self._controls is not None:
+            renewal = self._controls.renewal(outbox.put)
         steps = self.replica.federation.steps_counted(result.local_steps)
-        encoded = encode_delta(schema, codec.name, delta, feedback, steps)
+        encoded = encode_delta(schema, codec.name, delta, feedback or renewal, steps)
         if feedback and feedback.lost:
             self._tell_later(fx.Tell("residual lost", {"shards": len(feedback.lost)}, warning=True))
         return ev.Trained(
@@ -540,4 +557,5 @@ class ClientRunner:
             result.metrics,
             result.seconds,
             tuple(feedback.left) if feedback else None,
+            tuple(renewal.renewed) if renewal else None,
         )

@@ -270,8 +270,8 @@ class ClientSession:
             case Waiting(server_round=server_round, text=text):
                 # The announcement of the round before may have been lost on the way.
                 self._log.heard_of(server_round - 1)
-                told = [fx.Tell("waiting", {"round": server_round, "for": text})] if text else []
-                return [*told, *self._follow()]
+                waiting = [fx.Tell("waiting", {"round": server_round, "for": text})] if text else []
+                return [*waiting, *self._follow()]
             case Goodbye(reason=reason):
                 self._homes.avoid(broker, now + AVOID_SECONDS)
                 told = fx.Tell("home broker leaves", {"broker": broker, "reason": reason[:200]}, warning=True)

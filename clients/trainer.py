@@ -21,7 +21,7 @@ from clients.probe import release
 from clients.seeding import Seeding
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import WorkOrder
-from ravnest_fed.model_state import delta_between, load_frozen, schema_of, write_state
+from ravnest_fed.model_state import delta_between, load_frozen, parameter_shifts, schema_of, write_state
 from ravnest_fed.parameters import Float32, Int64, ModelState, Schema
 from ravnest_fed.recipe import LoadedRecipe, Partition
 
@@ -141,10 +141,12 @@ class Trainer:
         base: ModelState,
         cancelled: Callable[[], bool] = lambda: False,
         goes_on: Callable[[], bool] = lambda: True,
+        correction: Float32 | None = None,
     ) -> LocalResult:
         """Train `work` from `base`; `cancelled` is asked before each micro-batch and drops the round.
 
         `goes_on` is asked before each step. It may take its time; when it says no, the round is as long as it got.
+        `correction` (float32, in the layout of the parameters) is added to the parameters after each step.
         Raises RoundAbandoned, RoundYielded, TrainingDiverged, NoDataError and RecipeError.
         """
         feed = self._data()
@@ -152,6 +154,7 @@ class Trainer:
         write_state(self._model, self._schema, base)
         self._model.train()
         parameters = [one for one in self._model.parameters() if one.requires_grad]
+        shifts = [] if correction is None else parameter_shifts(self._model, self._schema, correction)
         anchors = [one.detach().clone() for one in parameters] if work.proximal else []
         with self._seeding().seeded("round", work.server_round):
             optimizer = self._loaded.build_optimizer(parameters)
@@ -165,6 +168,9 @@ class Trainer:
                     batch, count, position = feed.draw(position, work.micro_batch)
                     batches.append((batch, count))
                 loss = self._step(work, step, optimizer, parameters, anchors, batches, cancelled)
+                with torch.no_grad():
+                    for parameter, shift in shifts:
+                        parameter.add_(shift)
                 drawn = sum(count for _, count in batches)
                 examples += drawn
                 loss_sum += loss * drawn

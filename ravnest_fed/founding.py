@@ -14,7 +14,8 @@ import msgspec
 import tomli_w
 
 from ravnest_fed.errors import SchemaMismatch, UsageError
-from ravnest_fed.federation import FILE_NAME, FORMAT, INITIAL_MODEL, Federation, from_tables, with_settings
+from ravnest_fed.federation import FILE_NAME, INITIAL_MODEL, Federation, from_tables, with_settings
+from ravnest_fed.federation_checks import FORMAT
 from ravnest_fed.identity import Identity
 from ravnest_fed.links import link_for
 from ravnest_fed.model_files import write_durably

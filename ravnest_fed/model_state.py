@@ -104,6 +104,20 @@ def delta_between(model: nn.Module, schema: Schema, base: ModelState) -> tuple[F
     return delta, advance
 
 
+def parameter_shifts(model: nn.Module, schema: Schema, shift: Float32) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each federated parameter of `model` with its part of `shift`, in its dtype and on its device.
+
+    `shift` is float32, in the layout of the parameters' part of the float32 vector.
+    """
+    shifts = []
+    for name, kind, spec, tensor in _federated(model, schema):
+        if kind == "parameters":
+            start = schema.offsets[name][1]
+            part = torch.from_numpy(shift[start : start + spec.count].reshape(spec.shape))
+            shifts.append((tensor, part.to(tensor.device, tensor.dtype)))
+    return shifts
+
+
 @torch.no_grad()
 def load_frozen(model: nn.Module, schema: Schema, initial: Path) -> None:
     """Put what `schema` does not federate into `model` from the safetensors file `initial`, in place.

@@ -116,8 +116,9 @@ class Replica:
 
     def _walk(self, body: Body, raw: bytes, read_update: ReadUpdate, keep: bool) -> FoldedHashes:
         leaves, outer_leaves = [], []
+        scalars = (*self.head.next_scalars(self.federation), *self._taken(body))
         for shard in self.schema.shards:
-            values, vectors = self._folded(shard, read_update(shard.index), keep)
+            values, vectors = self._folded(shard, read_update(shard.index), scalars, keep)
             leaves.append(_leaf(values))
             outer_leaves += [_leaf(vector) for vector in vectors]
         return self._combined(leaves, outer_leaves, self.head.after(body, raw, self.federation))
@@ -127,7 +128,14 @@ class Replica:
         facts = encode((model, merkle_root("outer", outer_leaves), after.digest(self.federation)))
         return FoldedHashes(model, digest("state", facts))
 
-    def _folded(self, shard: Shard, payload: bytes, keep: bool) -> tuple[Float32 | Int64, list[Float32]]:
+    def _taken(self, body: Body) -> tuple[np.float32, ...]:
+        members = max(len(self.federation.members), len({one.client for one in body.counted}), 1)
+        steps = body.total_steps / body.total_share if body.total_share else 1.0
+        return self._outer.taken(steps, len(body.counted) / members)
+
+    def _folded(
+        self, shard: Shard, payload: bytes, scalars: tuple[np.float32, ...], keep: bool
+    ) -> tuple[Float32 | Int64, list[Float32]]:
         if shard.kind == "counters":
             counters = self.state.counters[shard.start : shard.stop]
             counters = counters if keep else counters.copy()
@@ -145,7 +153,7 @@ class Replica:
         vectors = [vector[shard.start : shard.stop] for vector in self.outer_state.values()]
         if not keep:
             vectors = [vector.copy() for vector in vectors]
-        self._outer.step(values, update, tuple(vectors), self.head.next_scalars(self.federation))
+        self._outer.step(values, update, tuple(vectors), scalars)
         self._clear_padding(shard, values, *vectors)
         if not np.isfinite(values).all():
             raise PayloadError(f"the update of shard {shard.index} makes parameters that are not finite")

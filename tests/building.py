@@ -30,7 +30,8 @@ from ravnest_fed.facts import (
     sign,
     signed_hash,
 )
-from ravnest_fed.federation import FORMAT, Federation, from_tables, with_settings
+from ravnest_fed.federation import Federation, from_tables, with_settings
+from ravnest_fed.federation_checks import FORMAT
 from ravnest_fed.hashing import digest, merkle_root
 from ravnest_fed.head import Head, balanced_owners
 from ravnest_fed.identity import Identity, Signed

@@ -19,6 +19,8 @@ from ravnest_fed.parameters import Float32, Int64
 BETA2: Final = 0.99
 EPSILON: Final = 1e-3
 """What Reddi et al. (2021) found to serve most tasks."""
+CONTROL: Final = "control"
+"""The state vector of SCAFFOLD: the mean of the members' controls."""
 _ONE: Final = np.float32(1.0)
 _GREATEST: Final = np.finfo(np.float32).max
 
@@ -34,6 +36,14 @@ class OuterOptimizer(ABC):
         """The scalars that the round after the one with `previous` steps with, such as running products of a rate.
 
         `previous` is empty before the first round. They are part of the replicated state; none by default.
+        """
+        return ()
+
+    def taken(self, effective_steps: float, participation: float) -> tuple[np.float32, ...]:
+        """Further scalars of one round's step, which follow from what it took in; none by default.
+
+        `effective_steps` is what the mean of normalised deltas was multiplied by (1 where none are), `participation` the
+        part of the members that was counted, at most 1. They come behind those of `scalars` and are not kept.
         """
         return ()
 
@@ -100,6 +110,40 @@ class FedAvgM(OuterOptimizer):
     def _push(self, velocity: Float32, update: Float32, out: Float32) -> None:
         np.add(_times(self._momentum, velocity), update, out=out)
         flush_tiny(out)
+
+
+class Scaffold(OuterOptimizer):
+    """FedAvg with control variates, which keep unlike clients from drifting apart within a round.
+
+    Karimireddy et al., "SCAFFOLD: Stochastic controlled averaging for federated learning" (2020), with their second way
+    of renewing a client's control. Controls are kept in units of a local step: a local step moves the parameters by
+    `client control - control` on top of what its optimiser says, whatever optimiser that is. What a client then moved by
+    a step is its control's successor plus `control - client control`; so the members' mean control follows from the mean
+    of normalised deltas alone, which is update / effective_steps, and no control ever travels:
+
+    parameters -= learning_rate * update; control += participation * (update / effective_steps - control).
+    """
+
+    def __init__(self, learning_rate: float = 1.0) -> None:
+        self._rate = np.float32(learning_rate)
+
+    def state_names(self) -> tuple[str, ...]:
+        return (CONTROL,)
+
+    def taken(self, effective_steps: float, participation: float) -> tuple[np.float32, ...]:
+        return np.float32(effective_steps), np.float32(participation)
+
+    def _step(
+        self, parameters: Float32, update: Float32, state: tuple[Float32, ...], scalars: tuple[np.float32, ...]
+    ) -> None:
+        (control,), (steps, participation) = state, scalars
+        mean = update / steps
+        flush_tiny(mean)
+        mean -= control
+        flush_tiny(mean)
+        control += _times(participation, mean)
+        flush_tiny(control)
+        _subtract(parameters, _times(self._rate, update))
 
 
 class Adaptive(OuterOptimizer):
@@ -209,9 +253,11 @@ def get(
         return FedAvg(learning_rate)
     if name == "fedavgm":
         return FedAvgM(learning_rate, momentum, nesterov)
+    if name == "scaffold":
+        return Scaffold(learning_rate)
     if name in ADAPTIVE:
         return ADAPTIVE[name](learning_rate, momentum, beta2, epsilon)
-    raise UsageError(f"there is no strategy {name!r}", f"use one of fedavg, fedavgm, {', '.join(ADAPTIVE)}")
+    raise UsageError(f"there is no strategy {name!r}", f"use one of fedavg, fedavgm, scaffold, {', '.join(ADAPTIVE)}")
 
 
 def fold_buffers(values: Float32, update: Float32, minimum: Float32) -> None:
