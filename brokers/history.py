@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass, field
 
-DROP, RISE = 0.8, 0.5
+DROP, RISE = 0.8, 0.65
 """How much of the way a smoothed speed goes towards a lower and towards a higher one."""
 TRUST = 1.25
 """No order is greater than this factor times what the broker's own clock saw delivered in as much time."""
+MISSED = 0.5
+"""Who did not finish in time may have done anything below the order; half of it is the best guess."""
 GROWTH = 2.0
 """Without the broker's own clock, no order is greater than this factor times the steps delivered last."""
 
@@ -72,13 +74,13 @@ class History:
             self._pace.observe(1.0 / max(elapsed - training, 1e-3))
 
     def missed(self, local_steps: int, num_examples: int, elapsed_seconds: float) -> None:
-        """An order of so many steps and examples was not fulfilled in this time: the client cannot be faster than that."""
+        """An order of so many steps and examples was not fulfilled in this time: the client is slower than that."""
         if elapsed_seconds <= 0 or local_steps < 1:
             return
         self.rounds += 1
-        most = num_examples / elapsed_seconds
-        if self.speed.value is None or most < self.speed.value:
-            self.speed.observe(most)
+        guess = MISSED * num_examples / elapsed_seconds
+        if self.speed.value is None or guess < self.speed.value:
+            self.speed.observe(guess)
         self._proven_steps, self._proven_rate = local_steps, local_steps / elapsed_seconds
 
     def most_steps(self, target_seconds: float) -> int | None:

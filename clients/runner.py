@@ -352,6 +352,7 @@ class ClientRunner:
             capability = self._measure(partition) if federation.rounds.target_seconds else None
             self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed, file)
         self._trainer.load_data()
+        self._trainer.warm_up()
         self._check_progress()
         device = self._trainer.device
         self._tell_later(fx.Tell("trains on", {"device": describe(device)}))

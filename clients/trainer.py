@@ -135,6 +135,12 @@ class Trainer:
         """Ask the recipe for this client's data now instead of in the first round. Raises NoDataError for none."""
         self._data()
 
+    def warm_up(self) -> None:
+        """Build an optimiser now: the first one in a process loads much of torch, which would make the first round seem
+        slow. Raises RecipeError."""
+        with self._seeding().seeded("warm up", 0):
+            self._loaded.build_optimizer([one for one in self._model.parameters() if one.requires_grad])
+
     def local_round(
         self,
         work: LocalWork,

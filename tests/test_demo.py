@@ -305,6 +305,7 @@ def test_an_impatient_second_interrupt_leaves_no_process_either(tmp_path: Path) 
         assert "Traceback" not in demo.output
 
 
+@pytest.mark.long
 def test_killed_nodes_stand_in_the_summary_and_training_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINY_PAUSE", "0.05")
     arguments = ["--clients", "3", "--rounds", "12", "--summary", str(tmp_path / "summary.json")]

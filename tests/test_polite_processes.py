@@ -21,6 +21,7 @@ def start_client(cluster: Cluster, name: str, *options: str) -> Node:
     return node
 
 
+@pytest.mark.long
 def test_a_client_outside_its_hours_says_so_and_the_others_go_on_without_it(tmp_path: Path) -> None:
     founded = found_tiny(tmp_path, brokers=1, clients=2, min_contributions=1, grace_seconds=0.2)
     with cluster_of(founded) as cluster:

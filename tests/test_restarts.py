@@ -113,6 +113,7 @@ def test_a_broker_whose_ledger_was_emptied_does_not_vote_again(cluster: Cluster)
     assert "the votes of this broker are lost" in node.last_words()
 
 
+@pytest.mark.long
 def test_who_is_far_behind_takes_up_a_checkpoint_and_the_ledgers_stay_short(tmp_path: Path) -> None:
     settings = {"min_contributions": 2, "grace_seconds": 0.5, "checkpoint_every": 2, "keep": 1}
     founded = found_tiny(tmp_path, brokers=3, clients=3, **settings)

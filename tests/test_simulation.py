@@ -9,13 +9,14 @@ from tests.simulation.signing import simulated_signatures
 RUNS = 2000
 PARTS = 16
 TELLING = {
-    "promise": 95,
+    "promise": 122,
     "adopt the highest vote": 562,
     "fsync before vote": 1,
     "majority": 1,
-    "deduplication": 8,
+    "deduplication": 0,
+    "one a client": 8,
     "hash check before vote": 21,
-    "base check": 18,
+    "base check": 0,
     "refusing to vote on a lost vote store": 102,
 }
 """For each safeguard, a seed whose run breaks without it."""

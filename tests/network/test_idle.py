@@ -41,6 +41,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
         yield made
 
 
+@pytest.mark.long
 def test_heartbeats_keep_a_silent_connection_alive(ended: dict[str, tuple[Node, Proxy]]) -> None:
     node, proxy = ended["c1"]
     assert proxy.expired == 0 and proxy.opened == 1

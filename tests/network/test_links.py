@@ -58,6 +58,7 @@ def slow_upload(cluster: Cluster, proxy: Proxy, node: Node) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.long
 def test_a_delta_of_many_seconds_gets_through_a_slow_link(tmp_path: Path) -> None:
     """The upload takes longer than a stalled donor is waited for, and than the heartbeat allows silence."""
     with one_client(tmp_path, 1.25) as (cluster, proxy):

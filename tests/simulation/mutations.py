@@ -7,7 +7,7 @@ from unittest import mock
 
 from brokers import effects as fx
 from brokers.agreement import Agreement, Free
-from brokers.contributions import Contributions
+from brokers.contributions import Contribution, Contributions
 from brokers.events import Examined
 from brokers.workbench import Workbench
 from ravnest_fed import decree, manifests
@@ -76,9 +76,21 @@ def no_majority() -> AbstractContextManager[Any]:
 
 
 def no_deduplication() -> AbstractContextManager[Any]:
-    """Two deltas of one client may be counted in one round."""
+    """What a round counted may be counted again by a later one."""
+    return mock.patch.object(Head, "was_counted", lambda self, client, sequence: False)
+
+
+def many_a_client() -> AbstractContextManager[Any]:
+    """Several deltas of one client may be counted in one round."""
+
+    def countable(self: Contributions, live: frozenset[str]) -> list[Contribution]:
+        self._suppose(live)
+        found = [self._by_hash[key] for key in self._complete]
+        found.sort(key=lambda one: (one.manifest.client, one.manifest_hash))
+        return found[: self._federation.limits.max_contributions]
+
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(Contributions, "mark_equivocator", lambda self, client: None))
+    stack.enter_context(mock.patch.object(Contributions, "countable", countable))
     stack.enter_context(mock.patch.object(decree, "one_a_client", lambda clients: True))
     return stack
 
@@ -99,7 +111,6 @@ def no_base_check() -> AbstractContextManager[Any]:
     for module in (decree, manifests):
         stack.enter_context(mock.patch.object(module, "order_of", _any_order))
     stack.enter_context(mock.patch.object(decree, "has_base", lambda head, manifest: True))
-    stack.enter_context(mock.patch.object(Head, "was_counted", lambda self, client, sequence: False))
     return stack
 
 
@@ -135,6 +146,7 @@ MUTATIONS: dict[str, Mutation] = {
     "fsync before vote": vote_before_fsync,
     "majority": no_majority,
     "deduplication": no_deduplication,
+    "one a client": many_a_client,
     "hash check before vote": no_hash_check,
     "base check": no_base_check,
     "refusing to vote on a lost vote store": votes_after_loss,
