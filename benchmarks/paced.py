@@ -56,6 +56,27 @@ class Paced(rf.Recipe):
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.01)
 '''
+DIGITS = '''
+"""The example's digits; each image takes as long to train as a file says."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from examples.digits.recipe import Digits
+
+
+class PacedDigits(Digits):
+    def train_data(self, part):
+        self.index = part.index
+        return super().train_data(part)
+
+    def loss(self, model, batch):
+        paces = json.loads(Path(os.environ["RAVNEST_BENCHMARK_PACES"]).read_text())
+        time.sleep(paces[self.index] * len(batch[1]))
+        return super().loss(model, batch)
+'''
 _LINE = re.compile(r"^(training|trained|contribution taken)  .*?round=(\d+)(?:.*?local_steps=(\d+))?")
 
 
@@ -75,11 +96,13 @@ class Seen:
 
 @dataclass
 class Watched:
-    """Follows the clients' and a broker's output line by line. `rounds` holds what was seen, by round and client."""
+    """Follows the clients' and a broker's output line by line. `rounds` holds what was seen, by round and client, `losses` what
+    clients measured of a round's model."""
 
     cluster: Cluster
     rounds: dict[int, dict[str, Seen]] = field(default_factory=dict)
     committed: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
     _read: dict[str, int] = field(default_factory=dict)
 
     def look(self) -> None:
@@ -97,6 +120,9 @@ class Watched:
             for line in self._new_lines(name, node):
                 if "round committed" in line and (number := re.search(r"round=(\d+)", line)):
                     self.committed.setdefault(int(number[1]), now)
+                    if loss := re.search(r"'loss': ([0-9.e+-]+)", line):
+                        # A commit tells what was measured of the model before it.
+                        self.losses.setdefault(int(number[1]) - 1, float(loss[1]))
 
     def until(self, done: Callable[[], bool], limit_seconds: float) -> None:
         """Look until `done`. Raises SystemExit once that takes too long, or a node has died."""
@@ -118,6 +144,10 @@ class Watched:
             whole = file.read().rpartition(b"\n")[0]
         self._read[name] = self._read.get(name, 0) + (len(whole) + 1 if whole else 0)
         return whole.decode(errors="replace").splitlines()
+
+    def losses_after(self, number: int) -> list[float]:
+        """What was measured of the models from round `number` on."""
+        return [loss for other, loss in sorted(self.losses.items()) if other >= number]
 
     def round_seconds(self, number: int) -> float:
         """How long a round took, from commit to commit."""
@@ -144,11 +174,13 @@ class Paces:
 
 
 @contextmanager
-def paced(paces: list[float], settings: Mapping[str, str], brokers: int = 1) -> Iterator[tuple[Watched, Paces]]:
+def paced(
+    paces: list[float], settings: Mapping[str, str], brokers: int = 1, text: str = RECIPE
+) -> Iterator[tuple[Watched, Paces]]:
     """A running federation with one client a pace."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.py"
-        recipe.write_text(RECIPE)
+        recipe.write_text(text)
         file = Paces(Path(folder) / "paces.json", paces)
         os.environ[PACES] = str(Path(folder) / "paces.json")
         addresses = free_addresses(brokers)
