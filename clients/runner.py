@@ -46,7 +46,7 @@ from ravnest_fed.links import Link, LinkBroker
 from ravnest_fed.messages import Absent, Chunk, Message, Want, decode_to_client
 from ravnest_fed.model_files import read_model
 from ravnest_fed.net.sockets import CLIENT_HEARTBEAT, GOODBYE_LINGER_MS, Line, make_context
-from ravnest_fed.parameters import ModelState
+from ravnest_fed.parameters import Float32
 from ravnest_fed.partition import Partition
 from ravnest_fed.recipe import LoadedRecipe
 from ravnest_fed.replica import Replica, updates_of
@@ -98,6 +98,7 @@ class ClientRunner:
         self._trainer: Trainer | None = None
         self._blobs = FetchedBlobs(state / "fetched")
         self._initial = b""
+        self._vectors_folder = state / "outer_state"
         self._downloads = Downloads()
         self._lines: dict[str, Line] = {}
         self._dialled: dict[str, LinkBroker] = {}
@@ -342,7 +343,7 @@ class ClientRunner:
             file.write_bytes(self._blobs.read(ref.hash))
             self._blobs.forget(ref.hash)
             self._initial = ref.hash
-            self.replica = Replica(federation, read_model(file, federation.schema))
+            self.replica = Replica(federation, read_model(file, federation.schema), self._outer_vector)
             if self.replica.head.model_hash.hex() != federation.federation.model_hash:
                 raise SchemaMismatch("the broker's initial model is not the one that the federation signs")
             members = [member.node_id for member in federation.members]
@@ -359,6 +360,11 @@ class ClientRunner:
         if hint := overlooked_gpus(device):
             self._tell_later(fx.Tell("hint", {"gpu": hint}, warning=True))
         return ev.Prepared(self.replica.head, capability)
+
+    def _outer_vector(self, name: str, size: int) -> Float32:
+        """A vector of the outer state, on disk: between folds its memory is the system's to take back."""
+        self._vectors_folder.mkdir(parents=True, exist_ok=True)
+        return np.memmap(self._vectors_folder / name, np.float32, "w+", shape=(size,))
 
     def _measure(self, partition: Partition) -> Capability | None:
         """Probe before the model takes its memory; what fails here costs the first round's size, nothing more."""
@@ -461,7 +467,7 @@ class ClientRunner:
         work = LocalWork.ordered(order, self.replica.federation.strategy.proximal)
         self._controls = self._read_controls()
         try:
-            result = self._trainer.local_round(
+            result = self._trainer.train(
                 work,
                 base,
                 lambda: abandoned.is_set() or time.monotonic() > deadline,
@@ -472,7 +478,7 @@ class ClientRunner:
                 self._trainer.make_room()
             if self._max_staleness and self._outbox.standing.offer is not None:
                 # What is owed after the earlier contribution is part of what this one sends.
-                self._finished = result
+                self._finished = result.kept(self.replica.schema)
                 return ev.Finished(order.base_round)
             return self._encoded(order, result)
         except RoundYielded:
@@ -537,7 +543,6 @@ class ClientRunner:
 
     def _encode(self, order: WorkOrder, result: LocalResult) -> ev.Event:
         assert self.replica is not None
-        delta = ModelState(np.ascontiguousarray(result.delta_vector), result.counters)
         schema, codec, outbox = self.replica.schema, codecs.get(order.codec), self._outbox
         feedback = renewal = None
         if codec.feedback_decay is not None:
@@ -545,7 +550,7 @@ class ClientRunner:
         elif self._controls is not None:
             renewal = self._controls.renewal(outbox.put)
         steps = self.replica.federation.steps_counted(result.local_steps)
-        encoded = encode_delta(schema, codec.name, delta, feedback or renewal, steps)
+        encoded = encode_delta(schema, codec.name, result.delta, feedback or renewal, steps)
         if feedback and feedback.lost:
             self._tell_later(fx.Tell("residual lost", {"shards": len(feedback.lost)}, warning=True))
         return ev.Trained(

@@ -8,7 +8,7 @@ gives what it would have given.
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from clients.devices import chosen
 from clients.feed import Feed, Position, feed_of, moved
 from clients.probe import release
 from clients.seeding import Seeding
+from ravnest_fed.encoding import Deltas
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import WorkOrder
-from ravnest_fed.model_state import delta_between, load_frozen, parameter_shifts, schema_of, write_state
-from ravnest_fed.parameters import Float32, Int64, ModelState, Schema
+from ravnest_fed.model_state import TrainedDelta, finite, load_frozen, parameter_shifts, schema_of, write_state
+from ravnest_fed.parameters import Float32, ModelState, Schema
 from ravnest_fed.recipe import LoadedRecipe, Partition
 
 
@@ -70,17 +71,23 @@ class LocalWork:
 class LocalResult:
     """What one round of training gave.
 
-    `delta_vector` is base - after, float32, in the layout of the schema's float32 vector; `counters` is after - base,
-    int64. `num_examples` counts the examples that went through the model, repeats included. `local_steps` may be fewer
+    `delta` may be read from the trained model, and then holds until that is used for something else; `kept` makes it
+    last. `num_examples` counts the examples that went through the model, repeats included. `local_steps` may be fewer
     than the work asked for. `metrics` holds the mean training `loss` over the examples. `seconds` is wall time.
     """
 
-    delta_vector: Float32
-    counters: Int64
+    delta: Deltas
     num_examples: int
     local_steps: int
     metrics: dict[str, float]
     seconds: float
+
+    def kept(self, schema: Schema) -> "LocalResult":
+        """The same with a delta of its own, a `ModelState`."""
+        delta = ModelState.zeros(schema)
+        for shard in schema.shards:
+            delta.shard(shard)[...] = self.delta.shard(shard)
+        return replace(self, delta=delta)
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,11 @@ class Trainer:
         with self._seeding().seeded("warm up", 0):
             self._loaded.build_optimizer([one for one in self._model.parameters() if one.requires_grad])
 
-    def local_round(
+    def local_round(self, work: LocalWork, base: ModelState, *more: Any, **named: Any) -> LocalResult:
+        """`train`, with a delta that lasts."""
+        return self.train(work, base, *more, **named).kept(self._schema)
+
+    def train(
         self,
         work: LocalWork,
         base: ModelState,
@@ -184,14 +195,12 @@ class Trainer:
         done = step
         if not done:
             raise RoundYielded(f"round {work.server_round} was not begun")
-        delta, counters = delta_between(self._model, self._schema, base)
-        if not np.isfinite(delta).all():
+        if not finite(self._model, self._schema):
             raise _diverged("parameters", work, done)
         kept = optimizer.state_dict() if self._loaded.recipe.keep_optimizer else None
         self.progress = Progress(position, kept)
         return LocalResult(
-            delta,
-            counters,
+            TrainedDelta(self._model, self._schema, base),
             # A loader's batches can be larger than the work order's; a client never claims more than was asked.
             min(examples, work.micro_batch * work.accumulation * done),
             done,

@@ -8,7 +8,7 @@ from ravnest_fed import codecs
 from ravnest_fed.aggregation.norms import combine, square_sum
 from ravnest_fed.aggregation.reduce import BUFFER_CODEC
 from ravnest_fed.codecs.counters import encode_counters
-from ravnest_fed.parameters import Float32, ModelState, Schema, Shard
+from ravnest_fed.parameters import Float32, Int64, Schema, Shard
 
 
 class EncodedDelta(NamedTuple):
@@ -17,6 +17,13 @@ class EncodedDelta(NamedTuple):
     payloads: tuple[bytes, ...]
     norm: float
     max_abs: float
+
+
+class Deltas(Protocol):
+    """A delta by shard, such as a `ModelState`: base minus local values, local minus base counters."""
+
+    def shard(self, shard: Shard) -> Float32 | Int64:
+        """The shard's values."""
 
 
 class Feedback(Protocol):
@@ -30,9 +37,9 @@ class Feedback(Protocol):
 
 
 def encode_delta(
-    schema: Schema, codec_name: str, delta: ModelState, feedback: Feedback | None = None, steps: int = 1
+    schema: Schema, codec_name: str, delta: Deltas, feedback: Feedback | None = None, steps: int = 1
 ) -> EncodedDelta:
-    """Encode `delta` (base minus local vector, local minus base counters), parameters by way of `feedback`.
+    """Encode `delta` shard by shard, parameters by way of `feedback`.
 
     Parameters are divided by `steps` first, in float32: see `Federation.steps_counted`. Buffers and counters are not.
     Raises PayloadError for what cannot be encoded.
@@ -41,11 +48,11 @@ def encode_delta(
     payloads, squares = [], []
     for shard in schema.shards:
         if shard.kind == "counters":
-            payloads.append(encode_counters(delta.counters[shard.start : shard.stop]))
+            payloads.append(encode_counters(np.asarray(delta.shard(shard), np.int64)))
         elif shard.kind == "buffers":
-            payloads.append(BUFFER_CODEC.encode(delta.vector[shard.start : shard.stop]))
+            payloads.append(BUFFER_CODEC.encode(np.asarray(delta.shard(shard), np.float32)))
         else:
-            values = delta.vector[shard.start : shard.stop]
+            values = np.asarray(delta.shard(shard), np.float32)
             if steps != 1:
                 values = values / np.float32(steps)
             wanted = values if feedback is None else feedback.wanted(shard, values)

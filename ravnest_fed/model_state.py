@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ravnest_fed.errors import RecipeError, SchemaMismatch
 from ravnest_fed.hashing import digest
-from ravnest_fed.parameters import Float32, Int64, Kind, ModelState, Schema, TensorSpec
+from ravnest_fed.parameters import Float32, Int64, Kind, ModelState, Schema, Shard, TensorSpec
 
 COUNTER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of integer buffers that are federated."""
@@ -85,23 +85,48 @@ def write_state(model: nn.Module, schema: Schema, state: ModelState) -> None:
         tensor.copy_(_cast(state, schema, name, tensor.dtype))
 
 
-def delta_between(model: nn.Module, schema: Schema, base: ModelState) -> tuple[Float32, Int64]:
-    """What training changed since `write_state(model, schema, base)`.
+class TrainedDelta:
+    """What training changed since `write_state(model, schema, base)`, shard by shard; it holds no copy of the whole.
 
-    The base is taken as the model's dtype held it, so that an untouched model gives exactly zero. Returns base -
-    model in the layout of the float32 vector, and model - base in the layout of the int64 vector.
+    The base is taken as the model's dtype held it, so that an untouched model gives exactly zero. Parameters and buffers
+    are base - model in float32, counters model - base in int64. It tells what holds as the model stands when asked.
     """
-    delta, advance = ModelState.zeros(schema)
-    changes = ModelState(delta, advance)
-    for name, kind, spec, tensor in _federated(model, schema):
-        before, after = _cast(base, schema, name, tensor.dtype), tensor.detach().cpu()
-        if kind == "counters":
-            change = after.to(torch.int64) - before.to(torch.int64)
-        else:
-            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            change = (before.to(wide) - after.to(wide)).to(torch.float32)
-        changes.view(schema, name)[...] = change.numpy().reshape(spec.shape)
-    return delta, advance
+
+    def __init__(self, model: nn.Module, schema: Schema, base: ModelState) -> None:
+        self._base = base
+        self._tensors = [
+            (kind, schema.offsets[name][1], spec.count, tensor)
+            for name, kind, spec, tensor in _federated(model, schema)
+        ]
+
+    def shard(self, shard: Shard) -> Float32 | Int64:
+        """The shard's values; zeros where no tensor lies."""
+        base = self._base.shard(shard)
+        values = np.zeros_like(base)
+        for kind, offset, count, tensor in self._tensors:
+            start, stop = max(offset, shard.start), min(offset + count, shard.start + shard.count)
+            if kind == shard.kind and start < stop:
+                part = slice(start - shard.start, stop - shard.start)
+                after = tensor.detach().reshape(-1)[start - offset : stop - offset].cpu()
+                values[part] = _change(torch.from_numpy(np.array(base[part])), after)
+        return values
+
+
+def _change(base: torch.Tensor, after: torch.Tensor) -> np.ndarray[Any, Any]:
+    before = base.to(after.dtype)
+    if base.dtype == torch.int64:
+        change = after.to(torch.int64) - before.to(torch.int64)
+    else:
+        wide = torch.float64 if after.dtype == torch.float64 else torch.float32
+        change = (before.to(wide) - after.to(wide)).to(torch.float32)
+    return change.numpy()
+
+
+def finite(model: nn.Module, schema: Schema) -> bool:
+    """Whether every federated floating-point value of `model` is a finite number."""
+    return all(
+        bool(torch.isfinite(tensor).all()) for _, kind, _, tensor in _federated(model, schema) if kind != "counters"
+    )
 
 
 def parameter_shifts(model: nn.Module, schema: Schema, shift: Float32) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -26,6 +26,9 @@ ReadUpdate = Callable[[int], bytes]
 """Gives the encoded update of a shard by its index."""
 
 
+Zeros = Callable[[str, int], Float32]
+
+
 class _Readable(Protocol):
     def read(self, blob: bytes) -> bytes: ...
 
@@ -56,16 +59,18 @@ def _leaf(values: Float32 | Int64) -> bytes:
 class Replica:
     """The vectors after `head.server_round`. Not thread-safe: one caller at a time.
 
-    `federation` has the roster in force for the next round.
+    `federation` has the roster in force for the next round. `zeros` gives a float32 vector for the outer state by its name
+    and size.
     """
 
-    def __init__(self, federation: Federation, initial: ModelState) -> None:
+    def __init__(self, federation: Federation, initial: ModelState, zeros: Zeros | None = None) -> None:
         self.federation = federation.founding
         self.schema = federation.schema
         self.state = initial
         self._outer = federation.outer
         size = self.schema.parameter_stop
-        self.outer_state = {name: np.zeros(size, np.float32) for name in self._outer.state_names()}
+        zeros = zeros or (lambda name, size: np.zeros(size, np.float32))
+        self.outer_state = {name: zeros(name, size) for name in self._outer.state_names()}
         self._minima = self._buffer_minima()
         self.head: Head = initial_head(self.federation, model_hash(self.schema, initial))
 
@@ -78,8 +83,10 @@ class Replica:
         return replica
 
     def take(self, other: "Replica") -> None:
-        """Stand where `other` stands; its vectors are taken, not copied."""
-        self.state, self.outer_state = other.state, other.outer_state
+        """Stand where `other` stands; its model is taken, its outer state copied into the vectors here."""
+        self.state = other.state
+        for name, vector in other.outer_state.items():
+            self.outer_state[name][:] = vector
         self._move_to(other.head)
 
     def hashes(self) -> FoldedHashes:

@@ -38,7 +38,7 @@ def federated_average(loaded: LoadedRecipe, seed: int, clients: int, rounds: int
             recipe.local_steps,
             recipe.local_steps * (server_round - 1),
         )
-        deltas = [trainer.local_round(work, state).delta_vector for trainer in trainers]
+        deltas = [trainer.local_round(work, state).delta.vector for trainer in trainers]
         state = ModelState(state.vector - np.mean(deltas, axis=0, dtype=np.float32), state.counters)
     return trainers[0], state
 

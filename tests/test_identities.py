@@ -76,7 +76,7 @@ def test_one_client_with_fedavg_equals_local_training(normalization: str, tmp_pa
         base = joined.brokers["b1"].replica.state
         before = base.vector.copy()
         result = federated.local_round(work, base)
-        client.say("b1", client.offer(result.delta_vector, num_examples=result.num_examples))
+        client.say("b1", client.offer(result.delta.vector, num_examples=result.num_examples))
         joined.deliver()
         assert joined.rounds() == {server_round}
         body = decode(Body, joined.brokers["b1"].disk.commits[server_round].body)
@@ -84,14 +84,14 @@ def test_one_client_with_fedavg_equals_local_training(normalization: str, tmp_pa
         # Local training from where the federation stood, so that the bound of one round is what is tested.
         local.vector[:] = before
         kept = alone.local_round(work, local)
-        expected = before - kept.delta_vector
+        expected = before - kept.delta.vector
         after = joined.brokers["b1"].replica.state.vector
         bound = np.spacing(np.maximum(np.abs(before), np.abs(after))) + 2.0**-body.scale_bits
         if normalization == "fednova":
-            bound += np.spacing(np.abs(kept.delta_vector)) + (order.local_steps - 1) * 2.0**-body.scale_bits
+            bound += np.spacing(np.abs(kept.delta.vector)) + (order.local_steps - 1) * 2.0**-body.scale_bits
         assert np.all(np.abs(after - expected) <= bound)
         assert not np.array_equal(after, before)
-        np.testing.assert_array_equal(result.delta_vector, kept.delta_vector)
+        np.testing.assert_array_equal(result.delta.vector, kept.delta.vector)
 
 
 def test_fedavgm_without_momentum_equals_fedavg_bit_for_bit() -> None:

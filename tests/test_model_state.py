@@ -11,7 +11,7 @@ from torch import nn
 from ravnest_fed.errors import RecipeError, SchemaMismatch
 from ravnest_fed.model_files import read_model
 from ravnest_fed.model_state import (
-    delta_between,
+    TrainedDelta,
     export_state_dict,
     initial_state_dict,
     load_frozen,
@@ -19,7 +19,7 @@ from ravnest_fed.model_state import (
     schema_of,
     write_state,
 )
-from ravnest_fed.parameters import BLOCK, ModelState
+from ravnest_fed.parameters import BLOCK, ModelState, Schema
 
 torch.set_num_threads(1)
 
@@ -118,6 +118,13 @@ def test_a_state_written_is_the_state_read() -> None:
     assert state.counters.tolist() == [3, 3, 3]
     assert {name: tensor.data_ptr() for name, tensor in target.state_dict().items()} == places
     assert_equal(source, target)
+
+
+def delta_between(model: nn.Module, schema: Schema, base: ModelState) -> ModelState:
+    delta, found = ModelState.zeros(schema), TrainedDelta(model, schema, base)
+    for shard in schema.shards:
+        delta.shard(shard)[...] = found.shard(shard)
+    return delta
 
 
 def test_a_model_left_alone_has_a_delta_of_exactly_zero() -> None:

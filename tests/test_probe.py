@@ -143,13 +143,13 @@ def test_random_states_and_training_are_as_if_there_had_been_no_probe(tmp_path: 
     model = loaded.build_model(0)
     schema, base = schema_of(model, BLOCK), read_state(model, schema_of(model, BLOCK))
     work = LocalWork(1, 4, 1, 5, 0)
-    expected = Trainer(loaded, schema, WHOLE, "cpu", 0).local_round(work, base).delta_vector.tobytes()
+    expected = Trainer(loaded, schema, WHOLE, "cpu", 0).local_round(work, base).delta.vector.tobytes()
     trainer = Trainer(loaded, schema, WHOLE, "cpu", 0)
     states = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()  # type: ignore[union-attr]
     measure(loaded, WHOLE, CPU, 10.0, Clock(0.125))
     after = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()  # type: ignore[union-attr]
     assert after == states
-    assert trainer.local_round(work, base).delta_vector.tobytes() == expected
+    assert trainer.local_round(work, base).delta.vector.tobytes() == expected
 
 
 def test_a_step_that_is_refused_holds_nothing_while_the_climb_goes_on() -> None:

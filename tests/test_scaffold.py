@@ -15,7 +15,6 @@ from ravnest_fed.aggregation.outer import CONTROL, Scaffold
 from ravnest_fed.blobs import MemoryBlobs
 from ravnest_fed.errors import FederationFileError
 from ravnest_fed.facts import WorkOrder, decode
-from ravnest_fed.parameters import ModelState
 from ravnest_fed.recipe import load_recipe
 from tests.building import tiny
 from tests.trained import Trained
@@ -79,9 +78,7 @@ class Controlled(Trained):
         result = self.trainers[name].local_round(
             LocalWork.ordered(order, 0.0), self.state, correction=controls.correction()
         )
-        offer = client.offer_state(
-            ModelState(result.delta_vector, result.counters), local_steps=result.local_steps, num_examples=4
-        )
+        offer = client.offer_state(result.delta, local_steps=result.local_steps, num_examples=4)
         renewal, codec = controls.renewal(self.blobs.put), codecs.get(order.codec)
         for shard, ref in zip(self.schema.shards, offer.shards, strict=True):
             if shard.kind == "parameters":

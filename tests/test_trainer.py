@@ -52,7 +52,7 @@ class Bench:
         return Trainer(self.loaded, self.schema, Partition(index, 2, seed), "cpu", seed)
 
     def after(self, base: ModelState, result: LocalResult) -> ModelState:
-        return ModelState(base.vector - result.delta_vector, base.counters + result.counters)
+        return ModelState(base.vector - result.delta.vector, base.counters + result.delta.counters)
 
 
 Make = Callable[..., Bench]
@@ -79,15 +79,15 @@ def test_a_proximal_term_holds_training_to_the_base(make: Make) -> None:
         (bench.loaded.loss(model, batch) + pull / 2 * distance).backward()
         optimizer.step()
     expected = bench.base.vector - read_state(model, bench.schema).vector
-    assert np.allclose(result.delta_vector, expected, rtol=1e-4, atol=1e-7)
+    assert np.allclose(result.delta.vector, expected, rtol=1e-4, atol=1e-7)
     plain = bench.trainer().local_round(work(micro_batch=10, local_steps=5), bench.base)
-    assert np.linalg.norm(result.delta_vector) < 0.99 * np.linalg.norm(plain.delta_vector)
+    assert np.linalg.norm(result.delta.vector) < 0.99 * np.linalg.norm(plain.delta.vector)
 
 
 def test_the_proximal_term_is_clipped_with_the_gradient_it_belongs_to(make: Make) -> None:
     bench = make("max_grad_norm = 0.01")
     result = bench.trainer().local_round(LocalWork(1, 4, 1, 4, committed_steps=0, proximal=1000.0), bench.base)
-    assert np.linalg.norm(result.delta_vector) <= 4 * 0.05 * 0.01 * 1.001
+    assert np.linalg.norm(result.delta.vector) <= 4 * 0.05 * 0.01 * 1.001
 
 
 def test_a_round_is_plain_local_training(make: Make) -> None:
@@ -104,8 +104,8 @@ def test_a_round_is_plain_local_training(make: Make) -> None:
         optimizer.step()
         losses.append(loss.item())
     expected = bench.base.vector - read_state(model, bench.schema).vector
-    assert np.allclose(result.delta_vector, expected, rtol=1e-4, atol=1e-7)
-    assert result.delta_vector.dtype == np.float32
+    assert np.allclose(result.delta.vector, expected, rtol=1e-4, atol=1e-7)
+    assert result.delta.vector.dtype == np.float32
     assert (result.num_examples, result.local_steps) == (50, 5)
     assert result.metrics == {"loss": pytest.approx(np.mean(losses), rel=1e-5)}
     assert result.seconds > 0
@@ -115,7 +115,7 @@ def test_accumulation_is_one_large_batch(make: Make) -> None:
     bench = make()
     whole = bench.trainer().local_round(work(micro_batch=8), bench.base)
     parts = bench.trainer().local_round(work(micro_batch=2, accumulation=4), bench.base)
-    assert np.allclose(whole.delta_vector, parts.delta_vector, rtol=1e-4, atol=1e-7)
+    assert np.allclose(whole.delta.vector, parts.delta.vector, rtol=1e-4, atol=1e-7)
     assert whole.num_examples == parts.num_examples == 24
     assert whole.metrics["loss"] == pytest.approx(parts.metrics["loss"], rel=1e-5)
 
@@ -135,7 +135,7 @@ def test_accumulation_weighs_batches_by_their_examples(make: Make) -> None:
         for parameter in model.parameters():
             parameter -= 0.05 * parameter.grad
     expected = bench.base.vector - read_state(model, bench.schema).vector
-    assert np.allclose(result.delta_vector, expected, rtol=1e-4, atol=1e-7)
+    assert np.allclose(result.delta.vector, expected, rtol=1e-4, atol=1e-7)
     assert result.num_examples == 5
 
 
@@ -144,7 +144,7 @@ def test_the_same_seed_round_and_client_give_the_same_bits(make: Make) -> None:
     bench = make(noisy)
 
     def run(index: int = 0, seed: int = 0, server_round: int = 1) -> bytes:
-        return bench.trainer(index, seed).local_round(work(server_round), bench.base).delta_vector.tobytes()
+        return bench.trainer(index, seed).local_round(work(server_round), bench.base).delta.vector.tobytes()
 
     torch.manual_seed(1)
     first = run()
@@ -215,7 +215,7 @@ def test_data_comes_in_every_form(make: Make, data: str) -> None:
         f"    return {data}"
     )
     result = bench.trainer().local_round(work(local_steps=5), bench.base)
-    assert result.delta_vector.any()
+    assert result.delta.vector.any()
     assert 18 <= result.num_examples <= 20
 
 
@@ -256,7 +256,7 @@ def test_a_cancelled_round_leaves_no_trace(make: Make) -> None:
     with pytest.raises(RoundAbandoned, match="step 3"):
         disturbed.local_round(work(2), bench.base, lambda: next(asked))
     again, once = (trainer.local_round(work(2), bench.base) for trainer in (disturbed, calm))
-    assert again.delta_vector.tobytes() == once.delta_vector.tobytes()
+    assert again.delta.vector.tobytes() == once.delta.vector.tobytes()
 
 
 def test_a_loss_that_is_not_finite_names_the_step(make: Make) -> None:
@@ -267,7 +267,7 @@ def test_a_loss_that_is_not_finite_names_the_step(make: Make) -> None:
     trainer = bench.trainer()
     with pytest.raises(TrainingDiverged, match="loss is not finite after step 2 of 3 of round 7"):
         trainer.local_round(work(7), bench.base)
-    assert np.isfinite(trainer.local_round(work(8), bench.base).delta_vector).all()
+    assert np.isfinite(trainer.local_round(work(8), bench.base).delta.vector).all()
 
 
 def test_parameters_that_are_not_finite_are_never_sent(make: Make) -> None:
@@ -283,7 +283,7 @@ def test_the_optimisers_state_outlives_the_round_only_if_asked(make: Make, keep:
         "def train_data(self, part): return torch.ones(4, 3), torch.ones(4, 1)"
     )
     trainer = bench.trainer()
-    first, second = (trainer.local_round(work(1), bench.base).delta_vector for _ in range(2))
+    first, second = (trainer.local_round(work(1), bench.base).delta.vector for _ in range(2))
     assert np.array_equal(first, second) is not keep
 
 
@@ -295,12 +295,12 @@ def test_schedules_follow_committed_steps(make: Make) -> None:
     )
     result = bench.trainer().local_round(LocalWork(9, 4, 1, 3, committed_steps=80), bench.base)
     assert bench.loaded.recipe.at == [80, 81, 82]
-    assert not result.delta_vector.any()
+    assert not result.delta.vector.any()
 
 
 def test_gradients_are_clipped(make: Make) -> None:
     bench = make("max_grad_norm = 0.01")
-    delta = bench.trainer().local_round(work(local_steps=1), bench.base).delta_vector
+    delta = bench.trainer().local_round(work(local_steps=1), bench.base).delta.vector
     assert np.linalg.norm(delta) == pytest.approx(0.05 * 0.01, rel=1e-3)
 
 
@@ -310,8 +310,8 @@ def test_batch_norm_counts_and_moves_its_statistics(make: Make) -> None:
         "def loss(self, model, batch): return model(batch[0]).square().mean() + model[0].weight.sum()"
     )
     result = bench.trainer().local_round(work(accumulation=2), bench.base)
-    assert result.counters.tolist() == [6]
-    changed = ModelState(result.delta_vector, result.counters)
+    assert result.delta.counters.tolist() == [6]
+    changed = result.delta
     assert changed.view(bench.schema, "1.running_mean").any()
     assert changed.view(bench.schema, "1.running_var").any()
 
@@ -340,7 +340,7 @@ def test_evaluation_between_rounds_changes_nothing(make: Make) -> None:
     bench = make("def evaluate(self, model): return {'x': torch.rand(()).item()}")
     one, other = bench.trainer(), bench.trainer()
     other.evaluate(bench.base)
-    first, second = (trainer.local_round(work(), bench.base).delta_vector for trainer in (one, other))
+    first, second = (trainer.local_round(work(), bench.base).delta.vector for trainer in (one, other))
     assert np.array_equal(first, second)
 
 
@@ -376,7 +376,7 @@ def test_frozen_weights_come_from_the_initial_model(make: Make, tmp_path: Path) 
     with pytest.raises(SchemaMismatch, match="frozen"):
         Trainer(bench.loaded, schema, Partition(0, 1, 0), "cpu")
     trainer = Trainer(bench.loaded, schema, Partition(0, 1, 0), "cpu", initial=file)
-    assert trainer.local_round(work(), bench.base).delta_vector.any()
+    assert trainer.local_round(work(), bench.base).delta.vector.any()
 
 
 def test_another_part_means_other_data(make: Make) -> None:
@@ -384,5 +384,5 @@ def test_another_part_means_other_data(make: Make) -> None:
     trainer, moved = bench.trainer(0), bench.trainer(0)
     moved.repartition(Partition(1, 2, 0))
     other = bench.trainer(1).local_round(work(), bench.base)
-    assert np.array_equal(moved.local_round(work(), bench.base).delta_vector, other.delta_vector)
-    assert not np.array_equal(trainer.local_round(work(), bench.base).delta_vector, other.delta_vector)
+    assert np.array_equal(moved.local_round(work(), bench.base).delta.vector, other.delta.vector)
+    assert not np.array_equal(trainer.local_round(work(), bench.base).delta.vector, other.delta.vector)

@@ -15,7 +15,6 @@ from clients.trainer import RoundYielded
 from ravnest_fed.facts import Body, Counted, Evidence, Manifest, decode
 from ravnest_fed.framing import unpack
 from ravnest_fed.messages import Goodbye, Offer, Reason, Skip
-from ravnest_fed.parameters import ModelState
 from ravnest_fed.recipe import load_recipe
 from tests.building import work_order
 from tests.joining import ONE, ROUND_0, Client, only, sent, told
@@ -46,7 +45,7 @@ def test_a_round_that_is_cut_short_is_a_round_of_so_many_steps(tmp_path: Path, d
     cut = bench.trainer().local_round(ordered, bench.base, goes_on=steps(done))
     whole = bench.trainer().local_round(replace(ordered, local_steps=done), bench.base)
     assert (cut.local_steps, cut.num_examples) == (done, whole.num_examples) == (done, 8 * done)
-    assert np.array_equal(cut.delta_vector, whole.delta_vector)
+    assert np.array_equal(cut.delta.vector, whole.delta.vector)
     assert cut.metrics == whole.metrics
 
 
@@ -56,7 +55,7 @@ def test_the_next_round_goes_on_in_the_data_where_the_short_one_ended(tmp_path: 
     trainer.local_round(work(1, local_steps=3), bench.base, goes_on=steps(1))
     other.local_round(work(1, local_steps=1), bench.base)
     assert trainer.progress.position == other.progress.position
-    following = [one.local_round(work(2), bench.base).delta_vector.tobytes() for one in (trainer, other)]
+    following = [one.local_round(work(2), bench.base).delta.vector.tobytes() for one in (trainer, other)]
     assert following[0] == following[1]
 
 
@@ -66,7 +65,7 @@ def test_a_round_of_which_nothing_was_done_leaves_no_trace(tmp_path: Path) -> No
     with pytest.raises(RoundYielded, match="round 1 was not begun"):
         trainer.local_round(work(1), bench.base, goes_on=lambda: False)
     once = bench.trainer().local_round(work(1), bench.base)
-    assert trainer.local_round(work(1), bench.base).delta_vector.tobytes() == once.delta_vector.tobytes()
+    assert trainer.local_round(work(1), bench.base).delta.vector.tobytes() == once.delta.vector.tobytes()
 
 
 # --- the brokers -----------------------------------------------------------------------------------------------------
@@ -110,9 +109,7 @@ def test_counts_that_do_not_fit_the_work_done_are_refused(tmp_path: Path, lie: d
     client = trained.joined.clients["c1"]
     result = trained.work("c1")
     counts = {"num_examples": 8, "local_steps": 1} | lie
-    client.say(
-        trained.joined.home_of("c1"), client.offer_state(ModelState(result.delta_vector, result.counters), **counts)
-    )
+    client.say(trained.joined.home_of("c1"), client.offer_state(result.delta, **counts))
     trained.joined.deliver()
     assert client.refusals() == [Reason.BAD_COUNT]
 

@@ -88,7 +88,7 @@ class Trained:
         """Let a client do its work of the open round and offer the delta."""
         client, result = self.joined.clients[name], self.work(name)
         changes = {"num_examples": result.num_examples, "local_steps": result.local_steps, "metrics": result.metrics}
-        offer = client.offer_state(ModelState(result.delta_vector, result.counters), **changes)
+        offer = client.offer_state(result.delta, **changes)
         client.say(self.joined.home_of(name), offer)
 
     def round(self, taking_part: Iterable[str] | None = None) -> None:
