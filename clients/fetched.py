@@ -9,7 +9,7 @@ from pathlib import Path
 from ravnest_fed.blobs import DiskBlobs, MemoryBlobs
 from ravnest_fed.facts import BlobRef
 
-LARGE_BYTES = 2**22
+LARGE_BYTES = 2**18
 
 
 class FetchedBlobs:
@@ -17,7 +17,9 @@ class FetchedBlobs:
 
     def __init__(self, folder: Path) -> None:
         self._memory = MemoryBlobs()
-        self._disk = DiskBlobs(folder)
+        self._disk = DiskBlobs(folder, durable=False)
+        # A power cut may have left what was renamed before it was written.
+        self._disk.remove_damaged()
 
     def has(self, blob: bytes) -> bool:
         """Whether the blob is here, whole."""
@@ -45,8 +47,13 @@ class FetchedBlobs:
         self._disk.discard(blob)
 
     def forget(self, blob: bytes) -> None:
-        """A blob in memory was used."""
+        """A blob in memory was used; one on disk stays."""
         self._memory.remove(blob)
+
+    def drop(self, blob: bytes) -> None:
+        """A blob was used, and will not be asked for again."""
+        self._memory.remove(blob)
+        self._disk.remove(blob)
 
     def put_pieces(self, pieces: Iterable[memoryview]) -> BlobRef:
         """Keep the blob that `pieces` make together on disk."""

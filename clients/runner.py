@@ -398,7 +398,7 @@ class ClientRunner:
         with self._vectors:
             self.replica.fold(body, commit.body, updates_of(body, self._blobs))
             for ref in body.updates:
-                self._blobs.forget(ref.hash)
+                self._blobs.drop(ref.hash)
             every = self.replica.federation.checkpoints.checkpoint_every
             if every and server_round % every == 0:
                 self._keep_checkpoint()
@@ -550,12 +550,12 @@ class ClientRunner:
         elif self._controls is not None:
             renewal = self._controls.renewal(outbox.put)
         steps = self.replica.federation.steps_counted(result.local_steps)
-        encoded = encode_delta(schema, codec.name, result.delta, feedback or renewal, steps)
+        encoded = encode_delta(schema, codec.name, result.delta, feedback or renewal, steps, outbox.put)
         if feedback and feedback.lost:
             self._tell_later(fx.Tell("residual lost", {"shards": len(feedback.lost)}, warning=True))
         return ev.Trained(
             order.base_round,
-            tuple(self._outbox.put(payload) for payload in encoded.payloads),
+            encoded.payloads,
             encoded.norm,
             encoded.max_abs,
             result.num_examples,

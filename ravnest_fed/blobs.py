@@ -131,10 +131,14 @@ class MemoryBlobs:
 
 
 class DiskBlobs:
-    """Blobs as files below `folder`. With `tidy`, what an earlier process left half-written is removed."""
+    """Blobs as files below `folder`. With `tidy`, what an earlier process left half-written is removed.
 
-    def __init__(self, folder: Path, tidy: bool = True) -> None:
+    Without `durable` a power cut may lose or damage what was put: for what can be fetched again.
+    """
+
+    def __init__(self, folder: Path, tidy: bool = True, durable: bool = True) -> None:
         self._folder = folder
+        self._durable = durable
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob("*.part") if tidy else ():
             leftover.unlink()
@@ -237,10 +241,12 @@ class DiskBlobs:
         self._part(blob).unlink(missing_ok=True)
 
     def _publish(self, part: Path, ref: BlobRef) -> None:
-        with part.open("r+b") as file:
-            os.fsync(file.fileno())
+        if self._durable:
+            with part.open("r+b") as file:
+                os.fsync(file.fileno())
         part.replace(self._path(ref.hash))
-        sync_folder(self._folder)
+        if self._durable:
+            sync_folder(self._folder)
         with self._touching:
             self._touched.add(ref.hash)
             self._sizes[ref.hash] = ref.length
@@ -257,6 +263,14 @@ class DiskBlobs:
                 self._lists.pop(next(iter(self._lists)))
             self._lists[blob] = known
         return known
+
+    def remove_damaged(self) -> None:
+        """Remove every blob whose bytes are not those that its name says."""
+        for blob in list(self._sizes):
+            try:
+                self.read(blob)
+            except LedgerError:
+                self.remove(blob)
 
     def retain(self, wanted: set[bytes]) -> None:
         """Remove every blob that is not `wanted`."""

@@ -1,6 +1,7 @@
 """From a delta to the payloads of its shards, with the norm and range that every decoder will measure."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -10,13 +11,19 @@ from ravnest_fed.aggregation.reduce import BUFFER_CODEC
 from ravnest_fed.codecs.counters import encode_counters
 from ravnest_fed.parameters import Float32, Int64, Schema, Shard
 
+T = TypeVar("T")
 
-class EncodedDelta(NamedTuple):
-    """One payload a shard; `norm` and `max_abs` are those of the decoded parameters."""
 
-    payloads: tuple[bytes, ...]
+class EncodedDelta(NamedTuple, Generic[T]):
+    """One payload a shard, or what `put` gave for it; `norm` and `max_abs` are those of the decoded parameters."""
+
+    payloads: tuple[T, ...]
     norm: float
     max_abs: float
+
+
+def _itself(payload: bytes) -> Any:
+    return payload
 
 
 class Deltas(Protocol):
@@ -37,9 +44,14 @@ class Feedback(Protocol):
 
 
 def encode_delta(
-    schema: Schema, codec_name: str, delta: Deltas, feedback: Feedback | None = None, steps: int = 1
-) -> EncodedDelta:
-    """Encode `delta` shard by shard, parameters by way of `feedback`.
+    schema: Schema,
+    codec_name: str,
+    delta: Deltas,
+    feedback: Feedback | None = None,
+    steps: int = 1,
+    put: Callable[[bytes], T] = _itself,
+) -> EncodedDelta[T]:
+    """Encode `delta` shard by shard, parameters by way of `feedback`; `put` takes each payload, so that none need stay.
 
     Parameters are divided by `steps` first, in float32: see `Federation.steps_counted`. Buffers and counters are not.
     Raises PayloadError for what cannot be encoded.
@@ -48,16 +60,16 @@ def encode_delta(
     payloads, squares = [], []
     for shard in schema.shards:
         if shard.kind == "counters":
-            payloads.append(encode_counters(np.asarray(delta.shard(shard), np.int64)))
+            payloads.append(put(encode_counters(np.asarray(delta.shard(shard), np.int64))))
         elif shard.kind == "buffers":
-            payloads.append(BUFFER_CODEC.encode(np.asarray(delta.shard(shard), np.float32)))
+            payloads.append(put(BUFFER_CODEC.encode(np.asarray(delta.shard(shard), np.float32))))
         else:
             values = np.asarray(delta.shard(shard), np.float32)
             if steps != 1:
                 values = values / np.float32(steps)
             wanted = values if feedback is None else feedback.wanted(shard, values)
             payload = codec.encode(wanted)
-            payloads.append(payload)
+            payloads.append(put(payload))
             decoded = codec.decode(payload, shard.count)
             squares.append(square_sum(decoded))
             if feedback is not None:

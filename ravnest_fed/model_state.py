@@ -18,6 +18,8 @@ from ravnest_fed.errors import RecipeError, SchemaMismatch
 from ravnest_fed.hashing import digest
 from ravnest_fed.parameters import Float32, Int64, Kind, ModelState, Schema, Shard, TensorSpec
 
+PIECE = 2**20
+"""Values looked at at once."""
 COUNTER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of integer buffers that are federated."""
 
@@ -82,7 +84,8 @@ def read_state(model: nn.Module, schema: Schema) -> ModelState:
 def write_state(model: nn.Module, schema: Schema, state: ModelState) -> None:
     """Put `state` into `model`, in place, in each tensor's dtype and on its device. Raises as `read_state` does."""
     for name, _, _, tensor in _federated(model, schema):
-        tensor.copy_(_cast(state, schema, name, tensor.dtype))
+        # `to` copies where the dtype differs, and only there.
+        tensor.copy_(torch.from_numpy(state.view(schema, name)).to(tensor.dtype))
 
 
 class TrainedDelta:
@@ -125,7 +128,11 @@ def _change(base: torch.Tensor, after: torch.Tensor) -> np.ndarray[Any, Any]:
 def finite(model: nn.Module, schema: Schema) -> bool:
     """Whether every federated floating-point value of `model` is a finite number."""
     return all(
-        bool(torch.isfinite(tensor).all()) for _, kind, _, tensor in _federated(model, schema) if kind != "counters"
+        # In pieces: the check takes as much memory as it looks at.
+        bool(torch.isfinite(piece).all())
+        for _, kind, _, tensor in _federated(model, schema)
+        if kind != "counters"
+        for piece in torch.split(tensor.detach().reshape(-1), PIECE)
     )
 
 

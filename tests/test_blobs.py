@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from clients.fetched import LARGE_BYTES, FetchedBlobs
 from ravnest_fed.blobs import BlobStore, DiskBlobs, MemoryBlobs
 from ravnest_fed.errors import LedgerError
 from ravnest_fed.facts import BlobRef
@@ -126,3 +127,21 @@ def test_retaining_removes_all_others(tmp_path: Path) -> None:
     store.retain({first.hash, third.hash, b"\7" * 32})
     assert [store.has(ref.hash) for ref in (first, second, third)] == [True, False, True]
     assert {file.name for file in tmp_path.iterdir()} == {first.hash.hex(), third.hash.hex()}
+
+
+def test_what_a_client_fetched_and_a_power_cut_damaged_is_fetched_again(tmp_path: Path) -> None:
+    data = bytes(range(256)) * (LARGE_BYTES // 256)
+    first = FetchedBlobs(tmp_path)
+    refs = []
+    for whole in (data, data[::-1]):
+        ref = BlobRef.of(whole)
+        for index, chunk in enumerate(chunks(whole)):
+            first.keep_chunk(ref, index, chunk)
+        first.finish(ref)
+        refs.append(ref)
+    (tmp_path / refs[0].hash.hex()).write_bytes(b"")
+    again = FetchedBlobs(tmp_path)
+    assert not again.has(refs[0].hash)
+    assert again.read(refs[1].hash) == data[::-1]
+    again.drop(refs[1].hash)
+    assert not again.has(refs[1].hash) and not list(tmp_path.iterdir())
