@@ -6,8 +6,8 @@ from tests.simulation.mutations import MUTATIONS
 from tests.simulation.running import Run
 from tests.simulation.signing import simulated_signatures
 
-RUNS = 2000
-PARTS = 16
+RUNS = 1000
+PARTS = 20
 TELLING = {
     "promise": 122,
     "adopt the highest vote": 562,
