@@ -58,7 +58,7 @@ class WorkOrders:
         if given is None or given.order.base_hash != head.commit_hash or given.order.base_round != head.server_round:
             sized = self._sized(client) if self._target else None
             given = self._given[client] = _Given(work_order(self._federation, head, client, sized), now)
-            said = self._say(client, sized) if sized else []
+            said = self._say(given.order, sized) if sized else []
         return [*said, SendClient(session.session, OrderNotice(sign(self._identity, given.order)))]
 
     def delivered(self, manifest: Manifest, bytes_up: int, now: float) -> None:
@@ -99,17 +99,19 @@ class WorkOrders:
         known = Client(self._capabilities.get(client), self._history(client))
         return size(known, self._target, self._bounds, Transfer(self._bytes_up))
 
-    def _say(self, client: str, sized: Sized) -> list[Effect]:
-        numbers = (sized.micro_batch, sized.accumulation, sized.local_steps)
+    def _say(self, order: WorkOrder, sized: Sized) -> list[Effect]:
+        client, numbers = order.client, (order.micro_batch, order.accumulation, order.local_steps)
         if self._told.get(client) == numbers:
             return []
         self._told[client] = numbers
         fields: dict[str, object] = {
             "client": self._federation.name_of(client),
-            "micro_batch": sized.micro_batch,
-            "accumulation": sized.accumulation,
-            "local_steps": sized.local_steps,
-            "because": sized.reasons["local_steps"],
+            "micro_batch": order.micro_batch,
+            "accumulation": order.accumulation,
+            "local_steps": order.local_steps,
+            "because": sized.reasons["local_steps"]
+            if order.local_steps == sized.local_steps
+            else f"no more than {order.max_examples} samples are dealt to it for this round",
         }
         return [Say("work sized", fields)]
 

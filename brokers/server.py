@@ -521,6 +521,7 @@ class BrokerServer:
             refusals=dict(core.intake.refusals),
             memory_bytes=self._process.memory_info().rss,
             changes=core.head.changes,
+            covered=core.head.deal.covered if core.head.deal is not None else 0,
             disk_free_bytes=psutil.disk_usage(str(self.ledger.path.parent)).free,
         )
 

@@ -7,6 +7,7 @@ from ravnest_fed.facts import BlobRef, WorkOrder
 from ravnest_fed.identity import Signed
 from ravnest_fed.links import LinkBroker
 from ravnest_fed.messages import Message, Offer
+from ravnest_fed.slices import Slice
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,13 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Train:
-    """Do the local round of this order; answered by `Trained`, `Finished`, `Overtaken`, `Yielded` or `TrainingFailed`."""
+    """Do the local round of this order, on this slice of shared data.
+
+    Answered by `Trained`, `Finished`, `Overtaken`, `Yielded` or `TrainingFailed`.
+    """
 
     order: WorkOrder
+    slice: Slice = ()
 
 
 @dataclass(frozen=True)

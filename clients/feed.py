@@ -1,10 +1,10 @@
-"""Batches out of whatever a recipe's `train_data` returns. Imports torch: only clients load this.
+"""Batches out of whatever a recipe's `train_data` or `shared_data` returns. Imports torch: only clients load this.
 
 What is drawn at a position follows from the seed and the position, so a client that knows its position goes on in the
 same order after a restart.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,37 +30,41 @@ class Feed(Protocol):
         ...
 
 
+class Rows(NamedTuple):
+    """Samples by number: how many there are, and what makes a batch of some (int64, one dimension)."""
+
+    length: int
+    take: Callable[[Any], Any]
+
+
 def feed_of(loaded: LoadedRecipe, partition: Partition, seed: int, seeding: Seeding) -> Feed:
     """Batches of the client's data; the order of the samples changes each epoch and follows from `seed`.
 
-    An iterable of batches is begun anew each epoch, under a random state of its own by `seeding`.
+    An iterable of batches is begun anew each epoch, under a random state of its own by `seeding`. Shared data is drawn
+    whole, in an order of this client's own.
 
-    Raises NoDataError for no samples and RecipeError for data of another form than `Recipe.train_data` names.
+    Raises NoDataError for no samples and RecipeError for data of another form than the recipe's method names.
     """
     data = loaded.train_data(partition)
-    if isinstance(data, torch.utils.data.IterableDataset):
-        raise RecipeError(
-            f"recipe {loaded.path}: train_data() returned an IterableDataset, whose samples come one by one",
-            "wrap it in a torch.utils.data.DataLoader, which makes batches of them",
-        )
-    columns = _columns(loaded, data)
-    if columns is not None:
-        length, take = columns
-        return _Shuffled(length, take, loaded, partition, seed)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-
-        def take(rows: Any) -> Any:
-            with loaded.calling("train_data"):
-                samples = [data[int(row)] for row in rows]
-            return loaded.collate(samples)
-
-        return _Shuffled(len(data), take, loaded, partition, seed)
-    if isinstance(data, Iterable):
+    rows = _rows(loaded, data)
+    if rows is not None:
+        if not rows.length:
+            raise _no_data(loaded, partition)
+        return _Shuffled(rows, partition, seed)
+    if isinstance(data, Iterable) and not loaded.shares_data:
         return _Batches(data, loaded, partition, seeding)
-    raise RecipeError(
-        f"recipe {loaded.path}: train_data() returned a {type(data).__name__}",
-        "return a Dataset, a sequence of samples, equally long tensors, or an iterable of batches",
-    )
+    raise _unusable(loaded, data)
+
+
+def shared_rows(loaded: LoadedRecipe) -> Rows:
+    """The samples of a recipe with `shared_data`. Raises RecipeError and NoDataError as `feed_of` does."""
+    data = loaded.train_data(Partition(0, 1, 0))
+    rows = _rows(loaded, data)
+    if rows is None:
+        raise _unusable(loaded, data)
+    if not rows.length:
+        raise NoDataError(f"recipe {loaded.path}: shared_data() gave no samples", "point the recipe at data")
+    return rows
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -79,11 +83,8 @@ def moved(batch: Any, device: torch.device) -> Any:
 class _Shuffled:
     """Samples by index. Each epoch is a permutation of its own; a batch may reach over into the next epoch."""
 
-    def __init__(self, length: int, take: Any, loaded: LoadedRecipe, partition: Partition, seed: int) -> None:
-        if length == 0:
-            raise _no_data(loaded, partition)
-        self._length = length
-        self._take = take
+    def __init__(self, rows: Rows, partition: Partition, seed: int) -> None:
+        self._length, self._take = rows
         self._key = (seed, partition.index)
         self._epoch = -1
         self._order = np.empty(0, np.int64)
@@ -162,8 +163,39 @@ class _Batches:
 _END = object()
 
 
-def _columns(loaded: LoadedRecipe, data: Any) -> tuple[int, Any] | None:
-    """How many rows `data` has and a function from row numbers to a batch, or None unless it is made of tensors."""
+def _rows(loaded: LoadedRecipe, data: Any) -> Rows | None:
+    """The samples of `data` by number, or None where they cannot be had so."""
+    if isinstance(data, torch.utils.data.IterableDataset):
+        raise RecipeError(
+            f"recipe {loaded.path}: {loaded.data_method}() returned an IterableDataset, whose samples come one by one",
+            "return a map-style Dataset"
+            if loaded.shares_data
+            else "wrap it in a torch.utils.data.DataLoader, which makes batches of them",
+        )
+    columns = _columns(loaded, data)
+    if columns is not None:
+        return columns
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return None
+
+    def take(rows: Any) -> Any:
+        with loaded.calling(loaded.data_method):
+            samples = [data[int(row)] for row in rows]
+        return loaded.collate(samples)
+
+    return Rows(len(data), take)
+
+
+def _unusable(loaded: LoadedRecipe, data: Any) -> RecipeError:
+    batches = "" if loaded.shares_data else ", or an iterable of batches"
+    return RecipeError(
+        f"recipe {loaded.path}: {loaded.data_method}() returned a {type(data).__name__}",
+        f"return a Dataset, a sequence of samples or equally long tensors{batches}",
+    )
+
+
+def _columns(loaded: LoadedRecipe, data: Any) -> Rows | None:
+    """The rows of `data`, or None unless it is made of tensors."""
     if isinstance(data, np.ndarray):
         data = torch.from_numpy(data)
     elif isinstance(data, tuple) and data and all(isinstance(one, np.ndarray) for one in data):
@@ -178,12 +210,14 @@ def _columns(loaded: LoadedRecipe, data: Any) -> tuple[int, Any] | None:
         return None
     if not all(isinstance(one, torch.Tensor) and one.ndim for one in tensors):
         if isinstance(data, Mapping):
-            raise RecipeError(f"recipe {loaded.path}: train_data() returned a dict", "make its values tensors")
+            raise RecipeError(
+                f"recipe {loaded.path}: {loaded.data_method}() returned a dict", "make its values tensors"
+            )
         return None
     lengths = {len(one) for one in tensors}
     if len(lengths) > 1:
         raise RecipeError(
-            f"recipe {loaded.path}: train_data() returned tensors of {sorted(lengths)} rows",
+            f"recipe {loaded.path}: {loaded.data_method}() returned tensors of {sorted(lengths)} rows",
             "make them equally long",
         )
 
@@ -195,7 +229,7 @@ def _columns(loaded: LoadedRecipe, data: Any) -> tuple[int, Any] | None:
             return {name: one[index] for name, one in data.items()}
         return tuple(one[index] for one in data)
 
-    return lengths.pop(), take
+    return Rows(lengths.pop(), take)
 
 
 def _examples_in(batch: Any) -> int:
@@ -211,6 +245,6 @@ def _examples_in(batch: Any) -> int:
 
 def _no_data(loaded: LoadedRecipe, partition: Partition) -> NoDataError:
     return NoDataError(
-        f"recipe {loaded.path}: train_data() gave no samples for part {partition.index} of {partition.count}",
+        f"recipe {loaded.path}: {loaded.data_method}() gave no samples for part {partition.index} of {partition.count}",
         "point the recipe at data",
     )

@@ -16,6 +16,7 @@ from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.messages import Offer, Reason, Refused
+from ravnest_fed.slices import Slice
 
 PASSING = ("", Reason.WRONG_BASE, Reason.COUNTED)
 """Refusals that say nothing against the contribution: the broker has not reached its base, or is past its commit."""
@@ -74,10 +75,15 @@ class HandingIn:
         """This sequence was used before."""
         self._sequence = max(self._sequence, sequence)
 
-    def sign(self, order: WorkOrder, signed: Signed, done: Trained, max_staleness: int) -> fx.Effect:
-        """Sign what was done for `order`, in the place of anything before."""
+    @property
+    def slice(self) -> Slice:
+        """The samples of shared data that a round may still cover for this client."""
+        return self._pending.manifest.slice if self._pending is not None and self.unsettled else ()
+
+    def sign(self, order: WorkOrder, signed: Signed, slice: Slice, done: Trained, max_staleness: int) -> fx.Effect:
+        """Sign what was done for `order` on `slice`, in the place of anything before."""
         self._sequence += 1
-        manifest = manifest_for(order, signed, done, self._sequence, max_staleness)
+        manifest = manifest_for(order, signed, slice, done, self._sequence, max_staleness)
         return self._keep(manifest, done.shards, done.residual, done.control)
 
     def offer(self, home: str | None) -> list[fx.Effect]:

@@ -4,10 +4,15 @@ from clients.events import Trained
 from ravnest_fed.facts import Manifest, WorkOrder
 from ravnest_fed.hashing import merkle_root
 from ravnest_fed.identity import Signed
+from ravnest_fed.slices import Slice, first
 
 
-def manifest_for(order: WorkOrder, signed: Signed, done: Trained, sequence: int, max_staleness: int) -> Manifest:
+def manifest_for(
+    order: WorkOrder, signed: Signed, slice: Slice, done: Trained, sequence: int, max_staleness: int
+) -> Manifest:
     """The manifest of what was done for `order`, which came as `signed`: the counts are those of the work done.
+
+    The first samples of `slice` are those that it was done on.
 
     A round may count it until the model is `max_staleness` rounds past the one it was made on.
     """
@@ -28,4 +33,5 @@ def manifest_for(order: WorkOrder, signed: Signed, done: Trained, sequence: int,
         metrics=done.metrics,
         training_seconds=done.seconds,
         order=signed,
+        slice=first(slice, done.num_examples),
     )

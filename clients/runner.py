@@ -51,6 +51,7 @@ from ravnest_fed.partition import Partition
 from ravnest_fed.recipe import LoadedRecipe
 from ravnest_fed.replica import Replica, updates_of
 from ravnest_fed.roster import Changes, roster_for
+from ravnest_fed.slices import Slice
 from ravnest_fed.transfer import Ask, Downloads, Drop, Fetched, FetchFailed, Keep, TransferEffect, serve
 
 TICK_SECONDS = 0.1
@@ -250,9 +251,9 @@ class ClientRunner:
                 self._work(self._fold_pool, lambda: self._take_up(server_round, ref))
             case fx.Evaluate(server_round):
                 self._work(self._training, lambda: self._evaluate(server_round))
-            case fx.Train(order):
+            case fx.Train(order, slice):
                 self._abandoned = abandoned = threading.Event()
-                self._work(self._training, lambda: self._train(order, abandoned))
+                self._work(self._training, lambda: self._train(order, slice, abandoned))
             case fx.Encode(order):
                 self._work(self._training, lambda: self._encode_finished(order))
             case fx.AbandonTraining():
@@ -351,7 +352,8 @@ class ClientRunner:
             partition = Partition(members.index(self.identity.node_id), len(members), seed)
             limit_gpu_memory(self._device, self._manners.max_gpu_memory)
             capability = self._measure(partition) if federation.rounds.target_seconds else None
-            self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed, file)
+            samples = federation.data.samples
+            self._trainer = Trainer(self._loaded, federation.schema, partition, self._device, seed, file, samples)
         self._trainer.load_data()
         self._trainer.warm_up()
         self._check_progress()
@@ -447,7 +449,7 @@ class ClientRunner:
         metrics, examples = measured if measured is not None else ({}, 0)
         return ev.Evaluated(server_round, metrics, examples)
 
-    def _train(self, order: WorkOrder, abandoned: threading.Event) -> ev.Event | None:
+    def _train(self, order: WorkOrder, slice: Slice, abandoned: threading.Event) -> ev.Event | None:
         assert self.replica is not None and self._trainer is not None
         if abandoned.is_set():
             return None
@@ -464,7 +466,7 @@ class ClientRunner:
         factor = rest_factor(self._manners.max_cpu, psutil.cpu_count() or 1, torch.get_num_threads())
         boundary = StepBoundary(factor, lambda: self._watch.because, abandoned.wait)
         deadline = time.monotonic() + order.deadline_seconds
-        work = LocalWork.ordered(order, self.replica.federation.strategy.proximal)
+        work = LocalWork.ordered(order, self.replica.federation.strategy.proximal, slice)
         self._controls = self._read_controls()
         try:
             result = self._trainer.train(

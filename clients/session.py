@@ -14,6 +14,7 @@ from clients.following import Catching, Following
 from clients.handing_in import HandingIn
 from clients.homes import Homes, turned_away
 from clients.leaving import Leaving
+from clients.own_slice import next_slice
 from clients.residual import Standing
 from clients.yielding import Yielding
 from ravnest_fed.capability import Capability
@@ -48,6 +49,7 @@ from ravnest_fed.messages import (
     Waiting,
     Welcome,
 )
+from ravnest_fed.slices import Slice
 
 WELCOME_SECONDS = 6.0
 AGAIN_SECONDS, MOST_AGAIN_SECONDS = 4.0, 60.0
@@ -82,7 +84,7 @@ class ClientSession:
         self._log = Following()
         self._donors: set[str] = set()
         self._order: tuple[Signed, WorkOrder] | None = None
-        self._training: tuple[Signed, WorkOrder] | None = None
+        self._training: tuple[Signed, WorkOrder, Slice] | None = None
         self._finished = False
         self._evaluating = -1
         self._own = HandingIn(identity, kept)
@@ -469,9 +471,12 @@ class ClientSession:
             return []
         if self._yielding.because:
             return self._yielding.skip(self.home if self._greeted else None, order.base_round)
-        self._training, self._finished = (signed, order), False
+        slice = next_slice(order, self.head, self._own.slice, self._max_staleness)
+        if slice is None:
+            return []
+        self._training, self._finished = (signed, order, slice), False
         told = fx.Tell("training", {"round": order.base_round + 1, "local_steps": order.local_steps})
-        return [told, fx.Train(order)]
+        return [told, fx.Train(order, slice)]
 
     def _trains(self, base_round: int) -> bool:
         return self._training is not None and self._training[1].base_round == base_round
@@ -492,12 +497,12 @@ class ClientSession:
     def _on_trained(self, event: ev.Trained) -> list[fx.Effect]:
         if self._training is None or not self._trains(event.base_round) or self.head is None:
             return []
-        signed, order = self._training
+        signed, order, slice = self._training
         self._training = None
         if self.head.server_round - event.base_round > self._max_staleness:
             return self._begin_next()
         self._failures = 0
-        kept = self._own.sign(order, signed, event, self._max_staleness)
+        kept = self._own.sign(order, signed, slice, event, self._max_staleness)
         shown = {name: round(value, 4) for name, value in event.metrics.items()}
         if event.local_steps < order.local_steps:
             shown["steps"] = event.local_steps

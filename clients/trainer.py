@@ -19,12 +19,14 @@ from clients.devices import chosen
 from clients.feed import Feed, Position, feed_of, moved
 from clients.probe import release
 from clients.seeding import Seeding
+from clients.slice_feed import SharedData
 from ravnest_fed.encoding import Deltas
 from ravnest_fed.errors import RavnestError
 from ravnest_fed.facts import WorkOrder
 from ravnest_fed.model_state import TrainedDelta, finite, load_frozen, parameter_shifts, schema_of, write_state
 from ravnest_fed.parameters import Float32, ModelState, Schema
 from ravnest_fed.recipe import LoadedRecipe, Partition
+from ravnest_fed.slices import Slice, size
 
 
 class RoundAbandoned(RavnestError):
@@ -45,6 +47,8 @@ class LocalWork:
 
     `proximal` is FedProx's mu: proximal / 2 * ||parameters - base||^2 is added to the loss of each optimiser step, and
     0 adds nothing at all. Li et al., "Federated optimization in heterogeneous networks" (2020).
+
+    `slice` are the samples of shared data to train on, as many as the steps take; () where the client has its own data.
     """
 
     server_round: int
@@ -53,17 +57,23 @@ class LocalWork:
     local_steps: int
     committed_steps: int
     proximal: float = 0.0
+    slice: Slice = ()
 
     @classmethod
-    def ordered(cls, order: WorkOrder, proximal: float) -> "LocalWork":
-        """The work that `order` asks for, in a federation whose `strategy.proximal` is `proximal`."""
+    def ordered(cls, order: WorkOrder, proximal: float, slice: Slice = ()) -> "LocalWork":
+        """The work that `order` asks for, in a federation whose `strategy.proximal` is `proximal`.
+
+        A `slice` with too few samples for every step makes the round as much shorter.
+        """
+        step = order.micro_batch * order.accumulation
         return cls(
             order.base_round + 1,
             order.micro_batch,
             order.accumulation,
-            order.local_steps,
+            min(order.local_steps, size(slice) // step) if slice else order.local_steps,
             order.committed_steps,
             proximal,
+            slice,
         )
 
 
@@ -106,6 +116,7 @@ class Trainer:
 
     `device` is a torch device name, or "auto": a GPU where there is one. `seed` is the federation's. `initial` is the
     federation's initial model in safetensors: what is not federated is taken from there; without it, from the recipe.
+    `samples` is how many samples the federation's shared data has, 0 where each client has its own.
     Raises RecipeError for a recipe that breaks its contract, SchemaMismatch for a model that is off `schema`, and
     UsageError for a device that is not there.
     """
@@ -118,18 +129,21 @@ class Trainer:
         device: str = "auto",
         seed: int = 0,
         initial: Path | None = None,
+        samples: int = 0,
     ) -> None:
         self.device = chosen(device)
         self._loaded = loaded
         self._schema = schema
         self._partition = partition
         self._seed = seed
+        self._samples = samples
         model = loaded.build_model(seed)
         if initial is not None:
             load_frozen(model, schema, initial)
         schema.require_equal(schema_of(model, schema.shard_size), str(loaded.path))
         self._model = model.to(self.device)
         self._feed: Feed | None = None
+        self._shared: SharedData | None = None
         self.progress = Progress()
         """Given another Trainer's progress, this one goes on as that one would."""
 
@@ -139,8 +153,11 @@ class Trainer:
             self._partition, self._feed = partition, None
 
     def load_data(self) -> None:
-        """Ask the recipe for this client's data now instead of in the first round. Raises NoDataError for none."""
-        self._data()
+        """Ask the recipe for this client's data now instead of in the first round. Raises RecipeError and NoDataError."""
+        if self._samples:
+            self._shared_data()
+        else:
+            self._data()
 
     def warm_up(self) -> None:
         """Build an optimiser now: the first one in a process loads much of torch, which would make the first round seem
@@ -166,7 +183,7 @@ class Trainer:
         `correction` (float32, in the layout of the parameters) is added to the parameters after each step.
         Raises RoundAbandoned, RoundYielded, TrainingDiverged, NoDataError and RecipeError.
         """
-        feed = self._data()
+        feed, position = self._source(work)
         started = time.perf_counter()
         write_state(self._model, self._schema, base)
         self._model.train()
@@ -177,7 +194,7 @@ class Trainer:
             optimizer = self._loaded.build_optimizer(parameters)
             if self.progress.optimizer_state is not None and self._loaded.recipe.keep_optimizer:
                 optimizer.load_state_dict(copy.deepcopy(self.progress.optimizer_state))
-            position, examples, loss_sum = self.progress.position, 0, 0.0
+            examples, loss_sum = 0, 0.0
             step = 0
             while step < work.local_steps and goes_on():
                 batches = []
@@ -198,7 +215,7 @@ class Trainer:
         if not finite(self._model, self._schema):
             raise _diverged("parameters", work, done)
         kept = optimizer.state_dict() if self._loaded.recipe.keep_optimizer else None
-        self.progress = Progress(position, kept)
+        self.progress = Progress(self.progress.position if work.slice else position, kept)
         return LocalResult(
             TrainedDelta(self._model, self._schema, base),
             # A loader's batches can be larger than the work order's; a client never claims more than was asked.
@@ -257,6 +274,18 @@ class Trainer:
         with self._loaded.calling("optimizer"):
             optimizer.step()
         return mean
+
+    def _source(self, work: LocalWork) -> tuple[Feed, Position]:
+        """Where the batches of a round come from, and the first one's position."""
+        if work.slice:
+            return self._shared_data().feed(work.slice), Position()
+        return self._data(), self.progress.position
+
+    def _shared_data(self) -> SharedData:
+        if self._shared is None:
+            with self._seeding().seeded("data", 0):
+                self._shared = SharedData(self._loaded, self._samples, self._seed)
+        return self._shared
 
     def _data(self) -> Feed:
         if self._feed is None:

@@ -65,6 +65,7 @@ def count(federation: Federation, head: Head, manifest: Manifest, manifest_hash:
         manifest.norm,
         manifest.max_abs,
         federation.steps_counted(manifest.local_steps),
+        manifest.slice,
     )
 
 

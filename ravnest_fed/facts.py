@@ -12,6 +12,7 @@ import msgspec
 from ravnest_fed.errors import RemoteProtocolError
 from ravnest_fed.hashing import blob_hash, digest
 from ravnest_fed.identity import Identity, Signed, verify
+from ravnest_fed.slices import Slice
 
 MAX_INLINE: Final = 32 * 1024
 """Blobs of at most this many bytes ride along in their reference."""
@@ -68,7 +69,7 @@ class Manifest(_Fact, frozen=True):
 
     `norm` is the L2 norm and `max_abs` the greatest magnitude of the decoded parameters' delta; both are exact functions
     of the payload, so a broker that measures anything else knows that the client lied. `last_round` is the last round
-    that may count this contribution.
+    that may count this contribution. `slice` are the `num_examples` positions of shared data that it was trained on.
     """
 
     federation: bytes
@@ -87,6 +88,7 @@ class Manifest(_Fact, frozen=True):
     metrics: dict[str, float]
     training_seconds: float
     order: Signed
+    slice: Slice = ()
 
 
 class Evaluation(_Fact, frozen=True):
@@ -151,6 +153,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True):
     """One contribution that a round counts. The mean is the sum of weight * delta over the sum of shares.
 
     `steps` is what the client divided its parameters by: its local steps where the strategy normalises them, else 1.
+    `covered` are the positions of shared data that are trained on with it, once and for all.
     """
 
     client: str
@@ -161,6 +164,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True):
     norm: float
     max_abs: float
     steps: int = 1
+    covered: Slice = ()
 
 
 class Body(_Fact, frozen=True):

@@ -20,6 +20,7 @@ from ravnest_fed.federation_checks import WARMUP_CODEC, check
 from ravnest_fed.hashing import digest
 from ravnest_fed.identity import Identity, Signed, node_id_of, verify
 from ravnest_fed.parameters import Schema
+from ravnest_fed.slices import Terms
 
 FILE_NAME = "federation.toml"
 INITIAL_MODEL = "model.safetensors"
@@ -119,6 +120,12 @@ class Rounds(_Table, frozen=True, kw_only=True):
         return self.max_local_steps or min(MOST_STEPS_FACTOR * self.local_steps, 2**31)
 
 
+class Data(_Table, frozen=True, kw_only=True):
+    """How many samples the data set has that all clients share; 0 where each has its own."""
+
+    samples: int = 0
+
+
 class Stop(_Table, frozen=True, kw_only=True):
     """When training ends, whichever comes first: after `rounds` (0: never), at a date, or once a metric is reached."""
 
@@ -190,6 +197,7 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
     strategy: Strategy = Strategy()
     codecs: Codecs = Codecs()
     rounds: Rounds = Rounds()
+    data: Data = Data()
     stop: Stop = Stop()
     limits: Limits = Limits()
     checkpoints: Checkpoints = Checkpoints()
@@ -241,10 +249,12 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
     @property
     def weighting(self) -> Literal["examples", "equal"]:
         """What a contribution's share follows. Normalised deltas count equally unless the file says otherwise: by the
-        examples that went through, faster machines' data would weigh more again."""
+        examples that went through, faster machines' data would weigh more again. Of shared data every sample weighs the
+        same, whoever trains on it."""
         chosen = self.strategy.weighting
         if chosen == "auto":
-            return "equal" if self.strategy.normalization == "fednova" else "examples"
+            own = self.strategy.normalization == "fednova" and not self.data.samples
+            return "equal" if own else "examples"
         return chosen
 
     def steps_counted(self, local_steps: int) -> int:
@@ -261,6 +271,13 @@ class Federation(_Table, frozen=True, kw_only=True, dict=True):
         """Most examples that one work order asks for."""
         rounds = self.rounds
         return rounds.most_steps * rounds.micro_batch * rounds.accumulation
+
+    @property
+    def deal_terms(self) -> Terms:
+        """What shared data is dealt out by."""
+        rounds = self.rounds
+        one = rounds.local_steps * rounds.micro_batch * rounds.accumulation
+        return Terms(one, self.max_examples, bool(rounds.target_seconds), rounds.max_staleness)
 
     @property
     def founding(self) -> "Federation":

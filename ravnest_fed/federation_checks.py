@@ -47,6 +47,8 @@ def check(federation: "Federation", where: str) -> None:
     if rounds.max_local_steps and not rounds.local_steps <= rounds.max_local_steps <= 2**31:
         refuse("rounds.max_local_steps", f"is {rounds.max_local_steps}", "use at least rounds.local_steps, or 0")
     _check_staleness(federation, refuse)
+    if not 0 <= federation.data.samples <= 2**40:
+        refuse("data.samples", f"is {federation.data.samples}", f"use 0 (clients have their own data) to {2**40}")
     if not rounds.target_seconds and (rounds.max_local_steps or rounds.min_local_steps > 1):
         refuse(
             "rounds.min_local_steps or rounds.max_local_steps",
@@ -144,6 +146,12 @@ def _check_scaffold(federation: "Federation", refuse: Any) -> None:
         return
     if strategy.momentum != 0.0 or strategy.nesterov:
         refuse("strategy.momentum", "is set, but scaffold has none", "leave it out")
+    if federation.data.samples:
+        refuse(
+            "strategy.name",
+            "is scaffold, which corrects for the differences of clients' own data, but here they share one data set",
+            "use fedavg, fedavgm or an adaptive strategy",
+        )
     if strategy.normalization != "fednova":
         refuse(
             "strategy.normalization",

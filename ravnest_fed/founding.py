@@ -146,6 +146,8 @@ def _found(
     }
     with_settings(tables, settings)
     shard_size = tables.pop("schema", {}).get("shard_size")
+    if loaded.shares_data:
+        tables["data"] = {"samples": _samples(loaded)}
     model, schema, state = _initial(loaded, int(tables["federation"]["seed"]), weights, shard_size, len(addresses))
     operator = Identity.generate()
     brokers = [Identity.generate() for _ in addresses]
@@ -153,6 +155,12 @@ def _found(
     tables["federation"]["model_hash"] = model_hash(schema, state).hex()
     tables["schema"] = msgspec.to_builtins(schema)
     return write_folder(tables, operator, brokers, addresses, members, model, folder)
+
+
+def _samples(loaded: LoadedRecipe) -> int:
+    from clients.feed import shared_rows
+
+    return shared_rows(loaded).length
 
 
 def _initial(loaded: LoadedRecipe, seed: int, weights: Path | None, shard_size: int | None, brokers: int) -> Any:

@@ -14,6 +14,7 @@ from ravnest_fed.federation import BrokerEntry, Federation
 from ravnest_fed.hashing import digest
 from ravnest_fed.identity import Signed
 from ravnest_fed.parameters import Schema
+from ravnest_fed.slices import Deal, first_deal
 
 SEQUENCE_WINDOW = 64
 """How many sequence numbers below a client's highest counted one are remembered."""
@@ -53,7 +54,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     those of the last contributions counted. `brokers` is the roster in force from the next round on, `changes` how it came
     about: the round that each change stands in, and what the operator signed. `scalars` are those that the outer
     optimiser stepped with last, each a float32. `ancestors` are the hashes of the commits before the head's, newest first, as
-    many as a contribution may be stale.
+    many as a contribution may be stale. `deal` says who trains on which samples where the clients share their data.
     """
 
     server_round: int
@@ -71,6 +72,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[tuple[int, Signed], ...] = ()
     scalars: tuple[float, ...] = ()
     ancestors: tuple[bytes, ...] = ()
+    deal: Deal | None = None
 
     def base_hash(self, server_round: int) -> bytes | None:
         """The hash of the commit of `server_round`, where a contribution may still be based on it."""
@@ -87,11 +89,14 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             table[counted.client] = (
                 known.with_sequence(counted.sequence) if known else CountedSequences(counted.sequence)
             )
-        brokers, changes = self.brokers, self.changes
+        brokers, changes, deal = self.brokers, self.changes, self.deal
         if body.change is not None:
             # Who voted for the body, or checks its votes, has seen that the operator signed it.
             brokers = roster_after(brokers, decode(RosterChange, body.change.payload))
             changes = (*changes, (body.server_round, body.change))
+        if deal is not None:
+            covered = {counted.client: counted.covered for counted in body.counted}
+            deal = deal.after(body.server_round, covered, federation.member_by_id, federation.deal_terms)
         return Head(
             server_round=body.server_round,
             commit_hash=body_hash(raw),
@@ -108,6 +113,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             changes=changes,
             scalars=tuple(float(one) for one in self.next_scalars(federation)),
             ancestors=(self.commit_hash, *self.ancestors)[: federation.rounds.max_staleness],
+            deal=deal,
         )
 
     def next_scalars(self, federation: Federation) -> tuple[np.float32, ...]:
@@ -134,6 +140,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             self.changes,
             self.scalars,
             self.ancestors,
+            self.deal,
             sorted(federation.member_by_id),
         )
         return digest("head", encode(facts))
@@ -169,6 +176,7 @@ def initial_head(federation: Federation, model_hash: bytes) -> Head:
         maxima=(),
         last_clients=(),
         brokers=federation.founding.brokers,
+        deal=first_deal(federation.member_by_id, federation.deal_terms) if federation.data.samples else None,
     )
 
 

@@ -8,6 +8,7 @@ from ravnest_fed.facts import Manifest, WorkOrder, open_signed
 from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.messages import Reason
+from ravnest_fed.slices import is_slice, size
 
 MAX_SEQUENCE = 2**48
 MAX_ABS = 2.0**64
@@ -21,6 +22,7 @@ def require_countable(federation: Federation, head: Head, manifest: Manifest) ->
     if order is None:
         raise AdmissionRefused(Reason.WRONG_ORDER, "no broker signed the work order of this contribution")
     _require_work(federation, manifest, order)
+    _require_slice(head, manifest)
     _require_values(federation, head, manifest)
 
 
@@ -73,6 +75,22 @@ def _require_work(federation: Federation, manifest: Manifest, order: WorkOrder) 
         math.isfinite(value) and 0 < len(name) <= 64 for name, value in manifest.metrics.items()
     ):
         raise AdmissionRefused(Reason.BAD_METRICS, "the metrics are too many or not finite numbers")
+
+
+def _require_slice(head: Head, manifest: Manifest) -> None:
+    if head.deal is None:
+        if manifest.slice:
+            raise AdmissionRefused(Reason.WRONG_SLICE, "the contribution names a slice, but clients share no data here")
+        return
+    if not is_slice(manifest.slice) or size(manifest.slice) != manifest.num_examples:
+        raise AdmissionRefused(
+            Reason.WRONG_SLICE, f"the slice is not one of the {manifest.num_examples} samples that were trained on"
+        )
+    if not head.deal.holds(manifest.client, manifest.slice):
+        raise AdmissionRefused(
+            Reason.WRONG_SLICE,
+            "samples of the slice were never dealt to this client, or are dealt anew or covered by now",
+        )
 
 
 def _require_values(federation: Federation, head: Head, manifest: Manifest) -> None:

@@ -43,6 +43,7 @@ class Reason:
     WRONG_NORM = "wrong-norm"
     BAD_COUNT = "bad-count"
     BAD_METRICS = "bad-metrics"
+    WRONG_SLICE = "wrong-slice"
     REPLAYED = "replayed-sequence"
     EQUIVOCATION = "second-delta-for-a-round"
     COUNTED = "counted-already"
@@ -221,7 +222,8 @@ class ClientRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Status(_Message, frozen=True):
-    """Where a broker is and what it waits for."""
+    """Where a broker is and what it waits for; `covered` counts the samples of shared data that commits cover, over all
+    epochs."""
 
     broker: str
     server_round: int
@@ -236,6 +238,7 @@ class Status(_Message, frozen=True):
     memory_bytes: int = 0
     disk_free_bytes: int = 0
     changes: tuple[tuple[int, Signed], ...] = ()
+    covered: int = 0
 
 
 class PeerHello(_Message, frozen=True):

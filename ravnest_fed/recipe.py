@@ -1,8 +1,9 @@
 """The recipe: the user's Python file with model, data, loss, optimiser and evaluation, the same on every client.
 
-A recipe needs a `model`, `train_data` and a `loss`; the rest has defaults. `load_recipe` imports a file or a folder and
-gives a `LoadedRecipe`, through which a client calls the user's methods: what they return is checked, and what they
-raise becomes a RecipeError that names the method, the file and the line. torch is imported only when a model is built.
+A recipe needs a `model`, `train_data` or `shared_data`, and a `loss`; the rest has defaults. `load_recipe` imports a file
+or a folder and gives a `LoadedRecipe`, through which a client calls the user's methods: what they return is checked, and
+what they raise becomes a RecipeError that names the method, the file and the line. torch is imported only when a model is
+built.
 """
 
 import math
@@ -54,13 +55,22 @@ class Recipe:
         """
 
     def train_data(self, part: Partition) -> Any:
-        """This client's training data: its own, or part `part` of a shared set. Required.
+        """This client's training data: its own, or part `part` of a set, the same in every round. Required, unless the
+        recipe has `shared_data`.
 
         One of: a map-style `torch.utils.data.Dataset` or a list of samples; a tensor, or a tuple or dict of tensors of
         equal length; an iterable of batches such as a DataLoader, which must start anew each time it is iterated.
 
         An iterable that takes its order from the global random state when it begins, as a DataLoader that shuffles does,
         gives the same batches after a restart; the client then draws the epoch's batches again up to where it was.
+        """
+        raise NotImplementedError
+
+    def shared_data(self) -> Any:
+        """The whole training data, the same samples in the same order on every client; in the place of `train_data`.
+
+        Each round deals every client samples of its own, as many as it can train on, and every epoch covers each
+        sample exactly once, whoever comes and goes. A map-style Dataset or list, or tensors, as for `train_data`.
         """
         raise NotImplementedError
 
@@ -138,12 +148,22 @@ class LoadedRecipe:
             raise self._broken("optimizer", f"returned {_kind(optimizer)}", "return a torch.optim.Optimizer")
         return optimizer
 
+    @property
+    def shares_data(self) -> bool:
+        """Whether all clients train on one data set, from `shared_data`."""
+        return type(self.recipe).shared_data is not Recipe.shared_data
+
+    @property
+    def data_method(self) -> str:
+        """The method that the recipe's data comes from."""
+        return "shared_data" if self.shares_data else "train_data"
+
     def train_data(self, part: Partition) -> Any:
-        """What the recipe gives as this client's data; never None."""
-        with self.calling("train_data"):
-            data = self.recipe.train_data(part)
+        """What the recipe gives as this client's data, or as the data of all; never None."""
+        with self.calling(self.data_method):
+            data = self.recipe.shared_data() if self.shares_data else self.recipe.train_data(part)
         if data is None:
-            raise self._broken("train_data", "returned None", "return a Dataset, tensors, samples or a DataLoader")
+            raise self._broken(self.data_method, "returned None", "return a Dataset, tensors or a list of samples")
         return data
 
     def collate(self, samples: Sequence[Any]) -> Any:
@@ -314,6 +334,12 @@ def _check_settings(recipe: Recipe, source: Path) -> None:
         refuse("seed", "use a whole number from 0")
     if not isinstance(recipe.keep_optimizer, bool):
         refuse("keep_optimizer", "use True or False")
+    kind = type(recipe)
+    if kind.shared_data is not Recipe.shared_data and kind.train_data is not Recipe.train_data:
+        raise RecipeError(
+            f"recipe {source} has both train_data and shared_data",
+            "keep shared_data where all clients train on one data set, else train_data",
+        )
     norm = recipe.max_grad_norm
     if norm is not None and not (isinstance(norm, int | float) and 0 < norm < math.inf):
         refuse("max_grad_norm", "use a number above 0, or None")

@@ -38,6 +38,7 @@ from ravnest_fed.identity import Identity, Signed
 from ravnest_fed.messages import Offer, RoundRow
 from ravnest_fed.parameters import BLOCK, ModelState, Schema, TensorSpec
 from ravnest_fed.replica import Replica, model_hash
+from ravnest_fed.slices import first
 
 SETTINGS = {"local_steps": "2", "micro_batch": "4", "min_contributions": "1", "grace_seconds": "1.0"}
 
@@ -119,10 +120,19 @@ class Tiny:
 
 
 def tiny(
-    brokers: int = 3, members: int = 4, settings: Mapping[str, str] | None = None, schema: Schema | None = None
+    brokers: int = 3,
+    members: int = 4,
+    settings: Mapping[str, str] | None = None,
+    schema: Schema | None = None,
+    samples: int = 0,
 ) -> Tiny:
-    """A federation of brokers b1, b2, ... and members c1, c2, ...; `settings` as `ravnest-fed init --set` takes them."""
+    """A federation of brokers b1, b2, ... and members c1, c2, ...; `settings` as `ravnest-fed init --set` takes them.
+
+    With `samples` the clients share a data set of so many.
+    """
     found = tables(brokers, members, schema)
+    if samples:
+        found["data"] = {"samples": samples}
     with_settings(found, settings or {})
     return Tiny(
         from_tables(found, "the tables"),
@@ -219,7 +229,8 @@ def contribution(
 ) -> Contribution:
     """What `member` contributes on top of `head`; `changes` replace fields of the manifest before signing.
 
-    The sequence is one more than the head's round, and the delta depends on the member and the round, unless given.
+    The sequence is one more than the head's round, and the delta depends on the member and the round, unless given. Of
+    shared data it covers the first samples of the member's region.
     """
     federation = one.federation
     values = values or delta(federation.schema, 1000 * head.server_round + member)
@@ -245,6 +256,9 @@ def contribution(
         order=order,
     )
     manifest = msgspec.structs.replace(manifest, **changes)
+    if head.deal is not None and "slice" not in changes:
+        usable = head.deal.usable(manifest.client, head.server_round, federation.rounds.max_staleness)
+        manifest = msgspec.structs.replace(manifest, slice=first(usable, manifest.num_examples))
     return Contribution(sign(signer or one.members[member], manifest), manifest, shards, encoded)
 
 

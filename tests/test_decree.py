@@ -108,7 +108,8 @@ def test_every_field_is_tampered_with_or_checked_by_folding() -> None:
 def test_a_tampered_count_is_found(field: str) -> None:
     first = BODY.counted[0]
     value = getattr(first, field)
-    other = {str: ONE.members[3].node_id, bytes: b"\1" * 32}.get(type(value)) or value + 1
+    others = {str: ONE.members[3].node_id, bytes: b"\1" * 32, tuple: ((0, 1),)}
+    other = others.get(type(value)) or value + 1
     tampered = msgspec.structs.replace(first, **{field: other})
     refused(
         msgspec.structs.replace(BODY, counted=(tampered, *BODY.counted[1:])), DECIDED.evidence, "is weighed wrongly"

@@ -94,7 +94,7 @@ def test_a_round_is_cut_short_at_the_step_at_which_the_machine_is_needed(founded
     order = order_of(founded, runner)
     assert order.local_steps == 2
     runner._watch = Watching(iter([""]))  # type: ignore[assignment]
-    trained = runner._train(order, threading.Event())
+    trained = runner._train(order, (), threading.Event())
     assert isinstance(trained, ev.Trained)
     assert (trained.local_steps, trained.num_examples) == (1, 8)
 
@@ -102,7 +102,7 @@ def test_a_round_is_cut_short_at_the_step_at_which_the_machine_is_needed(founded
 def test_a_round_that_is_not_begun_is_yielded(founded: Founded) -> None:
     runner, _ = runner_of(founded, Manners(When("idle")))
     runner._watch = Watching(iter([]))  # type: ignore[assignment]
-    assert runner._train(order_of(founded, runner), threading.Event()) == ev.Yielded(0)
+    assert runner._train(order_of(founded, runner), (), threading.Event()) == ev.Yielded(0)
 
 
 def test_nothing_is_measured_in_a_pause(founded: Founded) -> None:
@@ -128,7 +128,7 @@ def test_a_share_of_the_processor_rests_between_steps_until_the_round_is_abandon
 
     monkeypatch.setattr(shell, "StepBoundary", made)
     abandoned = threading.Event()
-    trained = runner._train(order_of(founded, runner), abandoned)
+    trained = runner._train(order_of(founded, runner), (), abandoned)
     assert isinstance(trained, ev.Trained) and trained.local_steps == 2
     assert asked == [(1.0, abandoned.wait)]
 

@@ -9,14 +9,15 @@ from tests.simulation.signing import simulated_signatures
 RUNS = 1000
 PARTS = 20
 TELLING = {
-    "promise": 122,
+    "promise": 280,
     "adopt the highest vote": 562,
     "fsync before vote": 1,
     "majority": 1,
     "deduplication": 0,
     "one a client": 8,
     "hash check before vote": 21,
-    "base check": 0,
+    "base check": 4,
+    "slice check": 100,
     "refusing to vote on a lost vote store": 102,
 }
 """For each safeguard, a seed whose run breaks without it."""

@@ -45,17 +45,17 @@ class Tiny(rf.Recipe):
 """
 
 
-def write_recipe(folder: Path) -> Path:
-    """The tiny recipe as a file in `folder`."""
+def write_recipe(folder: Path, text: str = RECIPE) -> Path:
+    """The tiny recipe, or another one's text, as a file in `folder`."""
     path = folder / "tiny.py"
-    path.write_text(RECIPE)
+    path.write_text(text)
     return path
 
 
-def found_tiny(folder: Path, brokers: int, clients: int, **settings: object) -> Founded:
+def found_tiny(folder: Path, brokers: int, clients: int, recipe: str = RECIPE, **settings: object) -> Founded:
     """A federation in `folder`/federation; settings by their short names, such as `grace_seconds`."""
     texts = {name: str(value) for name, value in settings.items()}
-    loaded = load_recipe(write_recipe(folder))
+    loaded = load_recipe(write_recipe(folder, recipe))
     return found(loaded, free_addresses(brokers), clients, texts, None, folder / "federation")
 
 

@@ -33,7 +33,10 @@ def status(folder: Path, debug: bool) -> None:
     operator = Identity.load(folder / OPERATOR_KEY)
     answers = asyncio.run(_ask(federation, operator))
     forked = f", fork of {federation.federation.forked_from}" if federation.federation.forked_from else ""
-    title = f"{federation.federation.name}, {len(federation.brokers)} brokers{forked}"
+    covered = max((answer.covered for answer in answers.values() if isinstance(answer, Status)), default=0)
+    samples = federation.data.samples
+    epochs = f", {covered / samples:.2f} epochs of {samples} shared samples" if samples else ""
+    title = f"{federation.federation.name}, {len(federation.brokers)} brokers{epochs}{forked}"
     table = Table(title=title, title_justify="left")
     for column in ("broker", "round", "model", "clients", "sees", "memory", "disk free", "state"):
         table.add_column(column, justify="right" if column in ("round", "clients") else "left")

@@ -177,7 +177,7 @@ class SimulatedBroker:
             return
         self.world.note(self.name, "crashes")
         if self._writing and not torn:
-            self.disk.write(self._queue[0])
+            self._write(self._queue[0])
         self.alive = False
         self.peers_up.clear()
 
@@ -217,18 +217,21 @@ class SimulatedBroker:
                 self._queue.popleft()
                 self._carry(effect)
 
-    def _written(self) -> None:
-        effect = self._queue.popleft()
+    def _write(self, effect: fx.Effect) -> None:
         self.disk.write(effect)
-        self._writing = False
         if isinstance(effect, fx.SaveCommit):
             self.world.note(self.name, f"commits round {effect.body.server_round}, {len(effect.body.counted)} counted")
             self.invariants.committed(self, effect.commit, effect.body)
-            if self.armed > 0.0:
-                # Decided and on disk, and nobody else has heard of it: the hardest moment to die at.
-                seconds, self.armed = self.armed, 0.0
-                self.crash(torn=True)
-                self.world.after(seconds, lambda: None if self.alive or self.disk_lost else self.start())
+
+    def _written(self) -> None:
+        effect = self._queue.popleft()
+        self._writing = False
+        self._write(effect)
+        if isinstance(effect, fx.SaveCommit) and self.armed > 0.0:
+            # Decided and on disk, and nobody else has heard of it: the hardest moment to die at.
+            seconds, self.armed = self.armed, 0.0
+            self.crash(torn=True)
+            self.world.after(seconds, lambda: None if self.alive or self.disk_lost else self.start())
         self._drain()
 
     def _later(self, seconds: float, action) -> None:  # type: ignore[no-untyped-def]

@@ -19,6 +19,7 @@ from ravnest_fed.links import link_for
 from ravnest_fed.messages import Message, Offer
 from ravnest_fed.parameters import ModelState
 from ravnest_fed.replica import Replica, updates_of
+from ravnest_fed.slices import Slice
 from tests.simulation.brokers import SimulatedBroker
 from tests.simulation.world import World
 
@@ -53,6 +54,7 @@ class SimulatedClient:
         self.replica: Replica | None = None
         self._commits: dict[int, tuple[Commit, Body]] = {}
         self._training = 0
+        self._slice: Slice = ()
         self.session = self.session_class(
             link_for(world.federation, self.identity), self.identity, "", world.now, self.kept
         )
@@ -117,8 +119,9 @@ class SimulatedClient:
                 self._later(0.002, lambda: self._take_up(server_round, ref.hash))
             case fx.Evaluate(server_round):
                 self._later(0.002, lambda: self.handle(ev.Evaluated(server_round, {"loss": 1.0}, 10)))
-            case fx.Train(order):
+            case fx.Train(order, slice):
                 self._training += 1
+                self._slice = slice
                 number = self._training
                 self._later(0.3 + 2.0 * self._random.random(), lambda: self._trained(order, number))
             case fx.Encode(order):
@@ -211,15 +214,19 @@ class SimulatedClient:
         delta.vector[: schema.parameter_count] = np.random.default_rng(seed).standard_normal(
             schema.parameter_count, np.float32
         )
-        steps = self.world.federation.steps_counted(order.local_steps)
+        done = order.local_steps
+        if self._slice:
+            # A client may end its round early; what it did not train on is dealt again.
+            done = self._random.randint(1, done)
+        steps = self.world.federation.steps_counted(done)
         encoded = encode_delta(schema, order.codec, delta, steps=steps)
         return ev.Trained(
             order.base_round,
             tuple(self.outbox.put(payload) for payload in encoded.payloads),
             encoded.norm,
             encoded.max_abs,
-            order.max_examples,
-            order.local_steps,
+            order.micro_batch * order.accumulation * done,
+            done,
             {"loss": 1.0},
             1.0,
         )
@@ -239,6 +246,9 @@ class SimulatedClient:
             norm=other.norm,
             max_abs=other.max_abs,
         )
+        if manifest.slice and self._random.random() < 0.5:
+            # In the place of its own samples, others'.
+            forged = msgspec.structs.replace(forged, slice=((0, manifest.num_examples),))
         offer = Offer(sign(self.identity, forged), other.shards)
         broker = self._random.choice(sorted(self.brokers))
         if self.lines.get(broker):

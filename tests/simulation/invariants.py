@@ -8,6 +8,7 @@ from ravnest_fed.federation import Federation
 from ravnest_fed.head import Head
 from ravnest_fed.identity import Signed
 from ravnest_fed.messages import CheckpointNotice, CommitNotice, Message, Promise, ReceiptNotice, VoteNotice
+from ravnest_fed.slices import Interval, joined, size, without
 
 if TYPE_CHECKING:
     from tests.simulation.brokers import SimulatedBroker
@@ -25,6 +26,8 @@ class Invariants:
         self.bodies: dict[int, bytes] = {}
         self.models: dict[int, bytes] = {}
         self.counted: dict[tuple[str, int], int] = {}
+        self.covering: set[int] = set()
+        self.covered: list[Interval] = []
         self.brokers: list[SimulatedBroker] = []
 
     def committed(self, broker: "SimulatedBroker", commit: Commit, body: Body) -> None:
@@ -41,6 +44,7 @@ class Invariants:
             facts = open_evidence(self.federation, broker.disk.blobs.read(body.evidence.hash))
             for signed in facts.manifests:
                 self._base_is_committed(decode(Manifest, signed.payload), body)
+            self._covers_once(body)
             for one in body.counted:
                 at = self.counted.setdefault((one.client, one.sequence), body.server_round)
                 if at != body.server_round:
@@ -57,6 +61,16 @@ class Invariants:
         behind = body.server_round - 1 - manifest.base_round
         if not 0 <= behind <= self.federation.rounds.max_staleness:
             raise InvariantBroken(f"round {body.server_round} counts a delta that is {behind} rounds behind")
+
+    def _covers_once(self, body: Body) -> None:
+        """No sample of shared data is trained on twice: positions are taken once, whoever takes them."""
+        if body.server_round in self.covering:
+            return
+        self.covering.add(body.server_round)
+        for one in body.counted:
+            if size(without(one.covered, self.covered)) < size(one.covered):
+                raise InvariantBroken(f"round {body.server_round} covers samples of {one.client[:8]} once more")
+            self.covered = joined([*self.covered, *one.covered])
 
     def folded(self, broker: "SimulatedBroker", head: Head) -> None:
         """A broker folded a commit: equal rounds, equal models."""

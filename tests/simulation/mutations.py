@@ -114,6 +114,11 @@ def no_base_check() -> AbstractContextManager[Any]:
     return stack
 
 
+def no_slice_check() -> AbstractContextManager[Any]:
+    """Contributions on samples that others were dealt are counted."""
+    return mock.patch.object(manifests, "_require_slice", lambda head, manifest: None)
+
+
 def votes_after_loss() -> AbstractContextManager[Any]:
     """A broker whose disk was lost votes again under its key."""
 
@@ -149,6 +154,7 @@ MUTATIONS: dict[str, Mutation] = {
     "one a client": many_a_client,
     "hash check before vote": no_hash_check,
     "base check": no_base_check,
+    "slice check": no_slice_check,
     "refusing to vote on a lost vote store": votes_after_loss,
 }
 
