@@ -9,7 +9,7 @@ from tests.simulation.signing import simulated_signatures
 RUNS = 1000
 PARTS = 20
 TELLING = {
-    "promise": 280,
+    "promise": 697,
     "adopt the highest vote": 562,
     "fsync before vote": 1,
     "majority": 1,
@@ -17,7 +17,7 @@ TELLING = {
     "one a client": 8,
     "hash check before vote": 21,
     "base check": 4,
-    "slice check": 100,
+    "slice check": 195,
     "refusing to vote on a lost vote store": 102,
 }
 """For each safeguard, a seed whose run breaks without it."""

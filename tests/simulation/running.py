@@ -267,7 +267,7 @@ def _federation(brokers: int, clients: int, checkpoints: tuple[int, int]):  # ty
             if clients == 3:
                 rounds |= {"mode": "asynchronous", "target_contributions": 2}
         schema = {"brokers": brokers, "clients": clients, "values": 2 * 4096, "rounds": rounds}
-        if every != 2:
+        if every < 2 or clients == 3:
             schema["data"] = {"samples": 1000}
         schema["checkpoints"] = {"checkpoint_every": every, "keep": keep}
         _FEDERATIONS[key] = federation_of(**schema, small=True)  # type: ignore[arg-type]
